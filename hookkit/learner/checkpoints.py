@@ -98,8 +98,7 @@ def checkpoint(learn: Any, with_opt: bool, cancelled: str = "") -> dict[str, Any
         "cancelled": cancelled,
         **{name: getattr(learn, name) for name in COUNTS},
         "frozen": [name for name, p in parameters(learn) if not p.requires_grad],
-        "loss_facts": learn._loss_facts.__getstate__(),
-        "batch_facts": learn.batch_facts.__getstate__(),
+        "sensors": learn.sensors.__getstate__(),
     }
     found = {name: cb.state_dict() for name, cb in learn._named().items()}
     if not n_batches and "recorder" in found:  # metrics of training begin anew in each epoch

@@ -14,11 +14,11 @@ from fastcore.foundation import L
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hookkit.callbacks.loss_facts import loss_name
 from hookkit.callbacks.metrics import as_metric
 from hookkit.checks import check_callable, check_number, kind_of
 from hookkit.data import DataLoaders
 from hookkit.errors import ArgumentError, HookkitWarning, OptionError
+from hookkit.health.sensors import loss_name
 from hookkit.nested import describe
 
 

@@ -129,8 +129,7 @@ def _take(learn: Any, state: dict[str, Any], undo: ExitStack) -> None:
     for name, p in parameters(learn):
         undo.callback(p.requires_grad_, p.requires_grad)
         p.requires_grad_(name not in fit["frozen"])
-    vars(learn._loss_facts).update(fit["loss_facts"])
-    vars(learn.batch_facts).update(fit["batch_facts"])
+    vars(learn.sensors).update(fit["sensors"])
     vars(learn).update({name: fit[name] for name in COUNTS})
 
 

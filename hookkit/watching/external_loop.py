@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from hookkit.callbacks.batch_facts import BatchFacts, marks
 from hookkit.callbacks.callback import Callback
-from hookkit.callbacks.kept_gradients import KeptGradients, grad_state
 from hookkit.callbacks.losses import LossHistory
 from hookkit.callbacks.optimizers import stepping_scaler
 from hookkit.callbacks.readout import info_of
@@ -27,7 +25,6 @@ from hookkit.callbacks.runner import CallbackRunner
 from hookkit.errors import HookError
 from hookkit.events import CancelBatchException, CancelStepException
 from hookkit.hooks.entries import graph_task
-from hookkit.hooks.snapshot import is_transforming
 from hookkit.modules import unwrap
 from hookkit.records import Run
 from hookkit.watching.checks import warn_unseen
@@ -38,7 +35,7 @@ from hookkit.watching.optimizer_groups import OptimizerGroups
 _IN_EVAL = (State.EVAL, State.PAUSED)
 _KEPT = (  # in copies and pickles
     "cbs", "_past", "n_steps", "epoch", "elsewhere", "earlier", "first_step", "losses", "spans",
-    "train_iter", "n_cancelled_steps", "n_eval_steps", "_gathered_at",
+    "train_iter", "n_cancelled_steps", "_gathered_at",
 )  # fmt: skip
 
 
@@ -60,13 +57,9 @@ class ExternalLoop(CallbackRunner):
         first_step: the number of the first step, of a training that is resumed; else None.
         resumes_epoch: it ended within an epoch, which has not been marked since.
         n_cancelled_steps: steps that a callback cancelled (CancelStepException).
-        n_eval_steps: steps whose forward was in eval mode.
         eval_pass, dls, n_epoch, accelerator: as in a Learner that has none of them.
         finds_opts: no optimizer was given: those that step are found.
         groups: which of the optimizers make a step together.
-        kept_gradients: whether gradients are zeroed between steps.
-        asked: what the model was given between steps, in training mode but without gradients: by an
-            agent that acts, or for targets of the model's own.
         losses: the loss of each batch, a `LossHistory`.
         spans: for each epoch its number, its first step, and the values reported with it.
         info: facts that the user adds to the run.
@@ -86,7 +79,7 @@ class ExternalLoop(CallbackRunner):
     loss_func: Any = None
     pred: Any = None
     loss: Tensor | None = None
-    epoch = n_cancelled_steps = n_eval_steps = 0
+    epoch = n_cancelled_steps = 0
     first_step: int | None = None
     resumes_epoch = False
     compiled = compiled_step = root_ran = in_eval = other_thread = warned = False
@@ -101,8 +94,7 @@ class ExternalLoop(CallbackRunner):
         self.earlier: Run | None = None
         self.losses, self.spans = LossHistory(), list[dict[str, Any]]()
         self.info: dict[str, Any] = {}
-        self.groups, self.kept_gradients = OptimizerGroups(), KeptGradients()
-        self.asked = BatchFacts("asked", besides=self.batch_facts)
+        self.groups = OptimizerGroups()
         self._reset()
 
     def _reset(self) -> None:
@@ -111,12 +103,11 @@ class ExternalLoop(CallbackRunner):
         self.groups.stepped = []
         self.other_thread = False
         self._in_epoch = self._validating = self._marked = self._step_cancelled = False
-        self._last_step_iter = self._most_batches = self._n_begun = 0
+        self._last_step_iter = self._most_batches = 0
         # of a batch that a part began, a parameter, and its gradient then
         self._first_part: nn.Module | None = None
         self._trained: Tensor | None = None
         self._grad_before: tuple[int, int] | None = None
-        self._first_weights: list[Tensor] = []
         self._paused: list[Any] = []
 
     @property
@@ -197,7 +188,7 @@ class ExternalLoop(CallbackRunner):
         """Whatever happened: the loop is no longer followed, and every callback cleans up."""
         self.fitting = self.training = False
         self.step_scaler = None
-        self.kept_gradients.remove()
+        self.sensors.remove()
         self._clean_up()
 
     def mark_epoch(self) -> None:
@@ -256,13 +247,13 @@ class ExternalLoop(CallbackRunner):
         # part, one of the others'
         trained = (p for p in chain(part.parameters(), self._own()) if p.requires_grad)
         self._first_part, self._trained = part, next(trained, None)
-        self._grad_before = None if self._trained is None else grad_state(self._trained.grad)
+        self._grad_before = None if self._trained is None else _grad_state(self._trained.grad)
         self.forward_began(True)
         return True
 
     def _backward_ran(self) -> bool:
         """Whether a gradient has come, or changed, since a part began the batch."""
-        now = None if self._trained is None else grad_state(self._trained.grad)
+        now = None if self._trained is None else _grad_state(self._trained.grad)
         return now is not None and now != self._grad_before
 
     def mark_batch(self) -> None:
@@ -284,7 +275,7 @@ class ExternalLoop(CallbackRunner):
                 self.report_loss(loss, guess, share)
             # of a loss function that is a module, its own input is read
             if not isinstance(self.loss_func, nn.Module):
-                self._loss_facts.see_scores(self.loss_func, output, fed=False)
+                self.sensors.see_scores(self.loss_func, output, fed=False)
         self.pred = output
         try:
             self._signal(Signal.OUT)
@@ -303,7 +294,7 @@ class ExternalLoop(CallbackRunner):
         """
         if opt not in self.opts:
             self.opts.append(opt)
-        self.kept_gradients.step_began(opt)
+        self.sensors.see_step(opt)
         if self.state is State.CANCELLED or self.each_forward:
             return
         if opt in self.groups.stepped and graph_task() == -1:
@@ -328,8 +319,6 @@ class ExternalLoop(CallbackRunner):
 
     def step_ended(self, opt: Optimizer) -> None:
         """`opt` has changed the weights; their `.grad` is still there."""
-        if graph_task() == -1:
-            self.kept_gradients.step_ended(opt)
         if opt in self.opts[:1]:
             self._note_rates(opt)
         if self.each_forward:
@@ -379,9 +368,6 @@ class ExternalLoop(CallbackRunner):
             self.spans.append({"epoch": self.epoch, "step": self.n_steps})
             self("before_epoch", "before_train")
         self.training, self.stepped, self._marked, self.loss = True, False, False, None
-        if not (self._n_begun or self.n_steps):  # kept until a step is seen
-            self._first_weights = self._weights()
-        self._n_begun += 1
         self.losses.begin(self.n_steps)
         self._fire_in_batch("before_batch")
 
@@ -394,7 +380,6 @@ class ExternalLoop(CallbackRunner):
         if not self.warned and (unseen or (self.in_eval and not (trains and root.training))):
             self.warned = True
             warn_unseen(self.model, compiled=self.compiled, in_eval=self.in_eval)
-        self.n_eval_steps += self.in_eval and not trains
         self._begin_batch()
 
     def _after_pred(self) -> None:
@@ -418,8 +403,7 @@ class ExternalLoop(CallbackRunner):
 
     def _end_step(self) -> None:
         self.groups.end()
-        self.batch_facts.end_step()
-        self.asked.end_step()
+        self.sensors.end_step()
         self._most_batches = max(self._most_batches, self.train_iter - self._last_step_iter)
         self._last_step_iter = self.train_iter
         if self._step_cancelled:
@@ -427,7 +411,6 @@ class ExternalLoop(CallbackRunner):
             self.losses.drop(self.n_steps)
         else:
             self.n_steps, self.stepped = self.n_steps + 1, True
-            self._first_weights = []
             self._fire_in_batch("after_step")
         if self.training:
             self._end_batch()
@@ -498,18 +481,15 @@ class ExternalLoop(CallbackRunner):
 
     def report_loss(self, loss: Tensor, guess: bool = False, share: bool = False) -> None:
         """Takes the loss of the current batch, or of the step just made."""
-        if self.loss_func is None and loss.requires_grad:
-            self._loss_facts.see_loss(loss, self._own())
+        self.sensors.see_loss(loss, self._own())
         kept = loss.detach().clone()  # `loss /= n_accumulate` may follow
-        self._loss_facts.see_number(kept, self._n_begun)
         self.losses.put(kept, guess, share)
         if self.training:
             self.loss = kept
 
     def backward_began(self, root: Tensor) -> None:
         """The first backward pass was called on `root`: the loss, however it is reported."""
-        named = self.loss_func is not None
-        self._loss_facts.see_root(root, self._own(), self._n_begun, named)
+        self.sensors.see_loss(root, self._own())
         for cb in self.cbs:
             if cb.run and hasattr(type(cb), "_note_graph"):
                 cb._note_graph(root)
@@ -519,22 +499,6 @@ class ExternalLoop(CallbackRunner):
         groups = (group["params"] for opt in self.opts for group in opt.param_groups)
         return chain(self.model.parameters(), *groups)
 
-    def _weights(self) -> list[Tensor]:
-        """One number for each parameter that can be read, by which two looks are compared."""
-        if is_transforming():  # in place of the weights are then tensors that end with it
-            return []
-        with torch.no_grad():
-            return list(marks(self.model.parameters()))
-
-    def is_unchanged(self) -> bool:
-        """Whether weights are those of the first batch: no step was made that was not seen.
-
-        Sync: one for each parameter, up to the first one that has changed.
-        """
-        first, now = self._first_weights, self._weights()
-        # as numbers: the model may be on another device by now
-        return bool(first) and all(float(a) == float(b) for a, b in zip(first, now, strict=False))
-
     def _gather(self) -> None:
         self.losses.gather(self._where())
 
@@ -543,3 +507,11 @@ class ExternalLoop(CallbackRunner):
 
     def _epochs(self) -> list[dict[str, Any]]:
         return epoch_rows(self.spans, self.losses.by_step(self.n_steps))
+
+
+def _grad_state(grad: Tensor | None) -> tuple[int, int] | None:
+    """Where a gradient is, and how often it has been changed in place."""
+    if grad is None or grad.layout is not torch.strided:
+        return None
+    # Private: `_version`, the counter by which autograd knows of changes in place (since 0.4).
+    return grad.data_ptr(), grad._version

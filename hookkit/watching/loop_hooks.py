@@ -171,23 +171,18 @@ class LoopHooks:
 
     def _report_forward(self, training: bool, given: Any) -> None:
         self.loop.in_eval = not training and torch.is_grad_enabled()
-        self.loop.kept_gradients.see(given)
         if training and not self.loop.root_ran:
             self.loop.root_ran = True
             self._forget_parts_of(self.root)
         self.loop.forward_began(training)
         if training:
             self._begin_to_learn(given)
-        else:
-            self._see_asked(self.root, given)
-
-    def _see_asked(self, module: nn.Module, given: Any) -> None:
-        if module.training and not torch.is_grad_enabled():
-            self.loop.asked.see_first(given)
+        elif self.loop.in_eval:
+            self.loop.sensors.see_batch(given, any(m.training for m in self.root.modules()))
 
     def _begin_to_learn(self, given: Any) -> None:
         """A training forward begins on `given`: a look at it, and at the backward pass to come."""
-        self.loop.batch_facts.see(given)
+        self.loop.sensors.see_batch(given)
         if self._thread is not None:
             self._root.expect(self.root.parameters(), self._thread)
 
@@ -216,15 +211,14 @@ class LoopHooks:
             self.loop.in_eval = not learns and torch.is_grad_enabled()
             if learns:
                 self._part_learns(module, (args, kwargs))
-            else:
-                self._see_asked(module, (args, kwargs))
+            elif self.loop.in_eval:
+                self.loop.sensors.see_batch((args, kwargs), False)
 
     def _part_learns(self, part: nn.Module, given: Any) -> None:
         if part not in self._wholes:
             self._wholes.add(part)
             self._forget_parts_of(part)
         if self.loop.part_began(part):
-            self.loop.kept_gradients.see(given)
             self._begin_to_learn(given)
 
     def _forget_parts_of(self, whole: nn.Module) -> None:
@@ -243,7 +237,7 @@ class LoopHooks:
             loop.report_loss(one_number(output))
             self._last_loss = loop.loss
             if args:
-                loop._loss_facts.see_scores(module, args[0])
+                loop.sensors.see_scores(module, args[0])
 
     # --- step
 
