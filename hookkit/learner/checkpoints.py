@@ -1,0 +1,150 @@
+"""Files of a training: what `Learner.save` writes, and what `load` and `fit(resume=…)` take of it.
+
+A file is a dict of state dicts: `model`, `opt`, and `fit`, which has what else a fit goes on from:
+how many epochs and steps are done, the schedules, the GradScaler, and where torch's random
+generators are. `torch.load` reads it as tensors, numbers and text, without running code.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hookkit import ranks
+from hookkit.callbacks import SchedulerCallback
+from hookkit.data import generators_of
+from hookkit.devices import accelerator
+from hookkit.errors import OptionError
+from hookkit.files import atomic_write
+from hookkit.modules import unwrap
+
+
+def write(learn: Any, where: Path, with_opt: bool) -> None:
+    """Writes the training as it stands: rank 0 does, and the others wait for it."""
+    sharded, with_opt = getattr(learn.accelerator, "is_fsdp2", False), with_opt and bool(learn.opt)
+    if sharded and with_opt:
+        raise OptionError(
+            "save: the optimizer's state is sharded. Use learn.save(…, with_opt=False), or "
+            "learn.accelerator.save_state(folder)."
+        )
+    model = learn.model
+    weights = learn.accelerator.get_state_dict(model) if sharded else unwrap(model).state_dict()
+    state = {"model": weights}
+    if with_opt:
+        state |= {"opt": learn.opt.state_dict(), "fit": _fit_state(learn)}
+    if ranks.rank() == 0:
+        with atomic_write(where) as f:
+            torch.save(state, f)
+    if learn.accelerator is not None:
+        learn.accelerator.wait_for_everyone()
+
+
+def _fit_state(learn: Any) -> dict[str, Any]:
+    scaler = learn.step_scaler
+    return {
+        "epoch": learn.epochs_done,  # None within an epoch, which nothing goes on from
+        "n_steps": learn.n_steps,
+        "schedules": [_schedule(learn, cb) for cb in _schedulers(learn)],
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "loaders": [[g.get_state() for g in generators_of(dl)] for dl in learn.dls or ()],
+        "random": random_state(),
+    }
+
+
+def _schedulers(learn: Any) -> list[SchedulerCallback]:
+    """The fit's schedules; after a fit those of the last one."""
+    cbs = learn.cbs if learn.fitting else [*learn._past, *learn.cbs]
+    return [cb for cb in cbs if isinstance(cb, SchedulerCallback) and hasattr(cb, "scheduler")]
+
+
+def _schedule(learn: Any, cb: SchedulerCallback) -> dict[str, Any]:
+    if cb.by_epoch and learn.fitting and cb.epochs_done != learn.epochs_done:
+        raise OptionError(
+            f"save: in this `after_epoch` {cb!r} comes later, so the file would have the schedule "
+            f"of the epoch before. Set `order = {cb.order + 1}` on the callback that saves."
+        )
+    return {"n_steps": cb.n_steps, **cb.scheduler.state_dict()}
+
+
+def random_state() -> dict[str, Any]:
+    """Where torch's random generators are, the CPU's and the current device's."""
+    device = accelerator()
+    state = {"cpu": torch.get_rng_state()}
+    return (
+        state
+        if device == "cpu"
+        else {**state, device: torch.get_device_module(device).get_rng_state()}
+    )
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Puts torch's random generators where they were, those that this machine has."""
+    device = accelerator()
+    torch.set_rng_state(state["cpu"])
+    if device != "cpu" and device in state:
+        torch.get_device_module(device).set_rng_state(state[device])
+
+
+# --- back
+
+
+def read(where: Path, who: str) -> dict[str, Any]:
+    """What `write` wrote, on the CPU; an OptionError if there is no such file, or another."""
+    if not where.exists():
+        there = ", ".join(sorted(p.stem for p in where.parent.glob("*.pth"))) or "no .pth file"
+        raise OptionError(f"{who}: {where} does not exist. The folder has {there}.")
+    state = torch.load(where, map_location="cpu", weights_only=True)
+    if not isinstance(state, dict) or "model" not in state:
+        raise OptionError(
+            f"{who}: {where} has no entry 'model', so learn.save did not write it. A state dict "
+            f"goes to learn.model.load_state_dict(…)."
+        )
+    return state
+
+
+def read_for_fit(where: Path, n_epoch: int) -> dict[str, Any]:
+    """A file that a fit of `n_epoch` epochs can go on from; else an OptionError."""
+    state = read(where, "fit(resume=…)")
+    done = state.get("fit", {}).get("epoch")
+    if done is None or done > n_epoch:
+        why = f"{done} epochs are done in it, of {n_epoch} in all"
+        if done is None:
+            why = "it was saved without the optimizer, or within an epoch"
+        raise OptionError(
+            f"fit(resume=…): {where} cannot be gone on from: {why}. Use a file that learn.save "
+            f"wrote in `after_epoch`; or learn.load(…) and fit(…, start_epoch=…)."
+        )
+    return state
+
+
+def take_weights(learn: Any, state: dict[str, Any], with_opt: bool, strict: bool = True) -> None:
+    """The weights, and with `with_opt` the optimizer's state, if the file has it."""
+    unwrap(learn.model).load_state_dict(state["model"], strict=strict)
+    if with_opt and "opt" in state:
+        if learn.opt is None:
+            learn.create_opt()
+        learn.opt.load_state_dict(state["opt"])
+
+
+def take_up(learn: Any, state: dict[str, Any]) -> None:
+    """All of `state`, in a fit that has had its `before_fit`; an OptionError if it does not fit."""
+    fit, cbs = state["fit"], _schedulers(learn)
+    if [cb.n_steps for cb in cbs] != [of_one["n_steps"] for of_one in fit["schedules"]]:
+        raise OptionError(
+            f"fit(resume=…): the file has schedules of {[s['n_steps'] for s in fit['schedules']]} "
+            f"steps, and this fit of {[cb.n_steps for cb in cbs]}. Give the same number of epochs, "
+            f"callbacks and batches; or learn.load(…) and fit(…, start_epoch={fit['epoch']})."
+        )
+    take_weights(learn, state, with_opt=True)
+    for cb, of_one in zip(cbs, fit["schedules"], strict=True):
+        cb.scheduler.load_state_dict({k: v for k, v in of_one.items() if k != "n_steps"})
+    if learn.step_scaler is not None and fit["scaler"] is not None:
+        learn.step_scaler.load_state_dict(fit["scaler"])
+    learn.n_steps = fit["n_steps"]
+    for dl, states in zip(learn.dls, fit["loaders"], strict=False):
+        for generator, each in zip(generators_of(dl), states, strict=False):
+            generator.set_state(each)
+    if ranks.rank() == 0:  # the others draw numbers of their own
+        set_random_state(fit["random"])

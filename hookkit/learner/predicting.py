@@ -1,0 +1,264 @@
+"""Passes without training: `Learner.validate`, `get_preds` and `predict`, which change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
+
+from hookkit.callbacks import Callback
+from hookkit.callbacks.metrics import gathered
+from hookkit.callbacks.runner import listed
+from hookkit.data import as_loaders, no_batches
+from hookkit.errors import ModelRunError
+from hookkit.events import CANCEL_EXCEPTIONS, stray_cancel
+from hookkit.interrupts import block
+from hookkit.learner.loop import BATCH, Loop
+from hookkit.nested import leaves, tmap
+
+_STATE = (*BATCH, "iter", "n_iter", "training", "stepped", "eval_pass", "final_record")
+
+
+class Predicting(Loop):
+    """The part of a Learner that does not train."""
+
+    _plain_loaders: list[Any]  # in `distrib_ctx`: those of the Learner itself
+
+    def validate(self, ds_idx: int = 1, dl: Any = None, cbs: Any = None) -> list[Any]:
+        """The mean loss and the metrics on validation data: `[valid_loss, *metrics]`.
+
+        Records, the modules' modes and the state of a surrounding fit do not change.
+
+        Args:
+            ds_idx: which loader of `dls`. A torch DataLoader that shuffles, or drops its last
+                batch, is read in order and whole.
+            dl: batches to use instead: a loader or a list.
+            cbs: further callbacks.
+
+        Raises:
+            ModelRunError: there is no data.
+        """
+        dl = self._loader(ds_idx, dl, "validate")
+        with self._eval_pass(cbs):
+            self._do_epoch_validate(dl)
+            record: list[Any] = list(self.final_record or [])
+        self.final_record = record
+        return record
+
+    def get_preds(
+        self,
+        ds_idx: int = 1,
+        dl: Any = None,
+        *,
+        with_input: bool = False,
+        with_loss: bool = False,
+        act: Callable[[Any], Any] | None = None,
+        cbs: Any = None,
+        concat_dim: int | None = 0,
+    ) -> tuple[Any, ...]:
+        """`([inputs,] preds, targets [, losses])` of all batches, on the CPU.
+
+        Structures (tuples, dicts, model outputs) are joined leaf by leaf and keep their type.
+        In `distrib_ctx` every rank gets the whole, in the order of the data, and each has to call.
+
+        Args:
+            ds_idx, dl, cbs: as in `validate`.
+            with_input: whether to return the inputs too.
+            with_loss: whether to return the loss of each sample too, (n,), if the loss function
+                has a `reduction`; else of each batch.
+            act: applied to each prediction.
+            concat_dim: the dimension batches are joined along; None gives lists of them.
+
+        Raises:
+            ModelRunError: there is no data, or no batch.
+        """
+        dl = self._loader(ds_idx, dl, "get_preds")
+        keep = _Keep(with_input, with_loss, act)
+        with self._eval_pass([keep, *listed(cbs)]):
+            self._do_epoch_validate(dl)
+        self._past = [cb for cb in self._past if cb is not keep]  # or its tensors would live on
+        if not keep.batches:
+            raise ModelRunError(no_batches("get_preds: the loader"))
+        parts = [list(part) for part in zip(*keep.batches, strict=True)]
+        return tuple(parts if concat_dim is None else [joined(p, concat_dim) for p in parts])
+
+    def predict(self, item: Any, *, act: Callable[[Any], Any] | None = None) -> Any:
+        """The model's output for one sample, on the CPU and without a batch dimension.
+
+        The sample becomes a batch of one as the loader makes its batches (`collate_fn`), and goes
+        through `get_preds`: nothing changes. Unlike fastai's it is not decoded.
+
+        Args:
+            item: what the data set has: inputs with targets, or an input alone.
+            act: applied to the output: `lambda pred: pred.softmax(-1)`.
+
+        >>> from hookkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> x, y = learn.dls.valid_ds[0]
+        >>> learn.predict((x, y)).equal(learn.predict(x)), learn.predict(x).shape == x.shape
+        (True, True)
+        """
+        loader: Any = next((dl for dl in self.dls or () if hasattr(dl, "collate_fn")), None)
+        plain = loader is None or loader.batch_size is None  # its data set has batches
+        batch = (default_collate if plain else loader.collate_fn)([item])
+        preds, _ = self.get_preds(dl=[batch], act=act)
+        return tmap(lambda t: t[0], preds)
+
+    def _needs_data(self, who: str) -> None:
+        if self.dls is None:
+            raise ModelRunError(
+                f"{who}: this Learner has no data. Make it with DataLoaders(train, valid), set "
+                f"`learn.dls`, or give batches: `learn.get_preds(dl=[…])`."
+            )
+        self.dls = as_loaders(self.dls)  # a user may have set it to anything that the Learner takes
+
+    def _loader(self, ds_idx: int, dl: Any, who: str) -> Any:
+        if dl is None:
+            self._needs_data(who)
+            dl = self.dls[ds_idx]
+            plain = dl if self.accelerator is None else self._plain_loaders[ds_idx]
+            if (whole := in_order(plain)) is plain:
+                return dl
+            dl = whole
+        if (
+            self.accelerator is None
+            or not isinstance(dl, DataLoader)
+            or hasattr(dl, "end_of_dataloader")
+        ):
+            return dl
+        return self.accelerator.prepare_data_loader(dl)  # for each rank a part of it
+
+    def __enter__(self) -> Self:
+        """`with learn:` fires `before_fit`, `before_epoch`; at the end their `after_` events."""
+        self._check_idle("`with learn` was entered")
+        self._entered = self._fit_events()
+        self._entered.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
+    @block
+    def _fit_events(self) -> Iterator[None]:
+        """The events of a fit and an epoch, around a pass that is not in a fit."""
+        self._claim()
+        try:
+            self("before_fit", "before_epoch")
+            yield
+            self("after_epoch", "after_fit")
+        except CANCEL_EXCEPTIONS as stray:
+            stray.add_note(stray_cancel(stray))
+            raise
+        finally:
+            self._clean_up()
+
+    @block
+    def _eval_pass(self, cbs: Any) -> Iterator[None]:
+        """Around a pass without training: afterwards state and modes are as before."""
+        kept = {name: getattr(self, name) for name in _STATE}
+        modes, with_grad = [(m, m.training) for m in self.model.modules()], torch.is_grad_enabled()
+        paused = self._pause_recorders()
+        running = [cb for cb in paused if cb.run]
+        for cb in running:
+            cb.run = False  # this pass is no part of a batch that surrounds it
+        try:
+            self.eval_pass = True
+            with self.added_cbs(cbs):
+                if self.fitting:
+                    yield
+                else:
+                    with self._fit_events():
+                        yield
+        finally:
+            torch.set_grad_enabled(with_grad)  # Ctrl-C in torch's own `no_grad` leaves it off
+            vars(self).update(kept)
+            for module, mode in modes:
+                module.training = mode
+            for cb in running:
+                cb.run = True
+            for cb in paused:
+                cb._record(True)
+
+
+class _Keep(Callback):
+    """Keeps each batch's predictions and targets on the CPU; inputs and losses with `with_…`."""
+
+    order = 70
+
+    def __init__(self, with_input: bool, with_loss: bool, act: Callable[[Any], Any] | None) -> None:
+        self.with_input, self.with_loss, self.act = with_input, with_loss, act
+        self.batches: list[tuple[Any, ...]] = []
+
+    def before_batch(self) -> None:
+        """Copies the input before the model can change it."""
+        if self.with_input:
+            self._x = tmap(lambda t: t.detach().clone(), self.learn.x)
+
+    def after_batch(self) -> None:
+        """Keeps the batch, unless it was cancelled before there was a prediction."""
+        learn = self.learn
+        if learn.pred is None:
+            return
+        pred = learn.pred if self.act is None else self.act(learn.pred)
+        batch = (*([self._x] if self.with_input else []), pred, learn.y)
+        batch += (_losses(learn),) if self.with_loss else ()
+        batch = gathered(learn, batch)
+        self.batches.append(tmap(lambda t: t.detach().to("cpu", copy=True), batch))
+
+
+def _losses(learn: Any) -> Any:
+    """The loss of each sample, (n,), if the loss function has a `reduction`; else the batch's."""
+    f = learn.loss_func
+    if not hasattr(f, "reduction") or not learn.yb:
+        return learn.loss
+    before, f.reduction = f.reduction, "none"
+    try:
+        losses = f(learn.pred, *learn.yb)
+    finally:
+        f.reduction = before
+    return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
+
+
+def joined(batches: list[Any], dim: int = 0) -> Any:
+    """Structures of the same kind as one: tensors concatenated along `dim`, scalars stacked.
+
+    >>> joined([(torch.ones(2, 3), None), (torch.ones(1, 3), None)])[0].shape
+    torch.Size([3, 3])
+    """
+    columns = iter(zip(*[leaves(b) for b in batches], strict=True))
+
+    def join(t: Tensor) -> Tensor:
+        ts = next(columns)
+        return torch.cat(ts, dim) if t.ndim else torch.stack(ts)
+
+    try:
+        return tmap(join, batches[0])
+    except (RuntimeError, ValueError, IndexError) as error:
+        error.add_note("get_preds(…, concat_dim=None) gives lists of the batches, not joined.")
+        raise
+
+
+def in_order(dl: Any) -> Any:
+    """`dl`, or a torch DataLoader like it that gives every row, in the order of the data set.
+
+    A sampler other than torch's RandomSampler, and a batch sampler, say what to read: they stay.
+    """
+    if type(dl) is not DataLoader or dl.batch_size is None:
+        return dl
+    shuffles = isinstance(dl.sampler, RandomSampler)
+    if not (shuffles or dl.drop_last):
+        return dl
+    return DataLoader(
+        dl.dataset,
+        dl.batch_size,
+        sampler=None if shuffles or isinstance(dl.dataset, IterableDataset) else dl.sampler,
+        collate_fn=dl.collate_fn,
+        num_workers=dl.num_workers,
+        pin_memory=dl.pin_memory,
+        worker_init_fn=dl.worker_init_fn,
+        multiprocessing_context=dl.multiprocessing_context,
+        generator=torch.Generator(),  # or reading would move the global one on
+    )
