@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from fastcore.foundation import L
+from learners import EventLog
 from torch import nn
 
 from hookkit.callbacks import Callback, Recorder, TrainEvalCallback
 from hookkit.callbacks.runner import CallbackRunner
 from hookkit.errors import ArgumentError, HookError, HookkitWarning, OptionError
 from hookkit.events import EVENTS, CancelFitException
-from hookkit.testing import EventLog, synth_learner
+from hookkit.testing import synth_learner
 
 
 def quiet(**kwargs: Any) -> Any:

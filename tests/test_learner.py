@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from hooked import n_hooks
+from learners import EventLog
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -24,7 +25,7 @@ from hookkit.learner import Learner
 from hookkit.recording import HookCallback
 from hookkit.records import Run, as_run
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
-from hookkit.testing import EventLog, RegModel, mlp, synth_dbunch, synth_learner
+from hookkit.testing import RegModel, mlp, synth_dbunch, synth_learner
 
 
 def quiet(n_trn: int = 3, n_val: int = 2, **kwargs: Any) -> Any:
