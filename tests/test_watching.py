@@ -20,6 +20,7 @@ from hookkit.events import EVENTS, CancelBatchException, CancelFitException, Can
 from hookkit.recording import HookCallback
 from hookkit.stats import ActivationStats, ParamStats
 from hookkit.watching import Watcher, watch
+from hookkit.watching.checks import NEVER_SENT
 
 BATCH = ["before_batch", "after_pred", "before_step", "after_step", "after_batch"]
 OPEN = ["before_fit", "before_epoch", "before_train"]
@@ -45,7 +46,7 @@ def _noting(event: str):
 
 
 for _event in EVENTS:
-    if _event != "after_create":
+    if _event not in NEVER_SENT:
         setattr(Log, _event, _noting(_event))
 
 

@@ -53,7 +53,7 @@ def one_number(loss: Any) -> Tensor:
 def epoch_rows(spans: list[dict[str, Any]], losses: Floats) -> list[dict[str, Any]]:
     """The epochs as a `Run` has them: number, last step, mean training loss, reported values.
 
-    From `ExternalLoop.spans`, and (n_steps,) losses, NaN where one is not known.
+    From `WatchedLoop.spans`, and (n_steps,) losses, NaN where one is not known.
 
     >>> epoch_rows([{"epoch": 0, "step": 0, "valid_loss": 0.5}], np.array([1.0, np.nan, 3.0]))
     [{'epoch': 0, 'step': 2, 'train_loss': 2.0, 'valid_loss': 0.5}]
