@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from learners import EventLog
 from torch import nn
 
 from hookkit.callbacks import (
@@ -21,7 +22,7 @@ from hookkit.callbacks import (
 from hookkit.data import DataLoaders
 from hookkit.errors import ArgumentError, MissingExtraError, OptionError
 from hookkit.recording import HookCallback
-from hookkit.testing import EventLog, mlp, synth_learner
+from hookkit.testing import mlp, synth_learner
 
 
 def quiet(n_trn: int = 3, n_val: int = 2, **kwargs: Any) -> Any:

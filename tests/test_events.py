@@ -3,12 +3,13 @@
 from typing import Any
 
 import pytest
+from learners import EventLog
 from torch import nn
 
 from hookkit import events
 from hookkit.callbacks import Callback
 from hookkit.events import BATCH_EVENTS, CANCELS, EVENTS, SKIPS
-from hookkit.testing import EventLog, synth_learner
+from hookkit.testing import synth_learner
 
 TRAIN_BATCH = [
     "before_batch",

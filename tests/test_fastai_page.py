@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from fastcore.test import test_close as is_close
 from fastcore.test import test_eq as equal
 from fastcore.test import test_stdout as prints
+from learners import conv_layer
 from torch import nn
 
 from hookkit import (
@@ -28,7 +29,7 @@ from hookkit import (
     num_features_model,
     total_params,
 )
-from hookkit.testing import ConvLayer, synth_learner
+from hookkit.testing import synth_learner
 
 
 def is_equal(a: object, b: object) -> None:
@@ -166,7 +167,7 @@ def test_hook_outputs_and_their_gradients() -> None:
 
 
 def test_sizes_and_features_of_a_body() -> None:
-    m = nn.Sequential(ConvLayer(3, 16), ConvLayer(16, 32, stride=2), ConvLayer(32, 32))
+    m = nn.Sequential(conv_layer(3, 16), conv_layer(16, 32, stride=2), conv_layer(32, 32))
 
     is_equal(model_sizes(m), [[1, 16, 64, 64], [1, 32, 32, 32], [1, 32, 32, 32]])
     is_equal(num_features_model(m), 32)

@@ -138,7 +138,7 @@ def test_frozen_weights_do_not_move() -> None:
 def test_batch_norms_in_frozen_groups_learn_by_default(
     train_bn: bool, expected: list[bool]
 ) -> None:
-    model = nn.Sequential(ConvLayer(1, 2), nn.Conv2d(2, 1, 1))
+    model = nn.Sequential(conv_layer(1, 2), nn.Conv2d(2, 1, 1))
     learn = synth_learner(model=model, splitter=list, train_bn=train_bn)
 
     learn.freeze()

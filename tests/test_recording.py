@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hooked import n_hooks
+from learners import RNNNet
 from torch import Tensor, nn
 
 from hookkit.callbacks import Callback, GradientAccumulation
@@ -18,7 +19,7 @@ from hookkit.errors import ArgumentError, HookkitWarning, OptionError, Selection
 from hookkit.events import EVENTS, CancelBatchException, CancelFitException
 from hookkit.recording import HookCallback
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
-from hookkit.testing import RNNNet, mlp, synth_dbunch, synth_learner
+from hookkit.testing import mlp, synth_dbunch, synth_learner
 
 
 def quiet(n_trn: int = 3, n_val: int = 2, **kwargs: Any) -> Any:

@@ -48,8 +48,7 @@ def _fit_state(learn: Any) -> dict[str, Any]:
         "n_steps": learn.n_steps,
         "schedules": [_schedule(learn, cb) for cb in _schedulers(learn)],
         "scaler": None if scaler is None else scaler.state_dict(),
-        "loaders": [[g.get_state() for g in generators_of(dl)] for dl in learn.dls or ()],
-        "random": random_state(),
+        "random": random_state(learn),
     }
 
 
@@ -68,23 +67,24 @@ def _schedule(learn: Any, cb: SchedulerCallback) -> dict[str, Any]:
     return {"n_steps": cb.n_steps, **cb.scheduler.state_dict()}
 
 
-def random_state() -> dict[str, Any]:
-    """Where torch's random generators are, the CPU's and the current device's."""
-    device = accelerator()
-    state = {"cpu": torch.get_rng_state()}
-    return (
-        state
-        if device == "cpu"
-        else {**state, device: torch.get_device_module(device).get_rng_state()}
-    )
+def random_state(learn: Any) -> dict[str, Any]:
+    """Where torch's random generators are: the CPU's, the current device's, the loaders' own."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if (device := accelerator()) != "cpu":
+        state[device] = torch.get_device_module(device).get_rng_state()
+    own = [[g.get_state() for g in generators_of(dl)] for dl in learn.dls or ()]
+    return {**state, "loaders": own}
 
 
-def set_random_state(state: dict[str, Any]) -> None:
-    """Puts torch's random generators where they were, those that this machine has."""
-    device = accelerator()
-    torch.set_rng_state(state["cpu"])
-    if device != "cpu" and device in state:
-        torch.get_device_module(device).set_rng_state(state[device])
+def set_random_state(learn: Any, state: dict[str, Any]) -> None:
+    """Puts torch's random generators where they were, those that there are here."""
+    for dl, states in zip(learn.dls or (), state["loaders"], strict=False):
+        for generator, each in zip(generators_of(dl), states, strict=False):
+            generator.set_state(each)
+    if ranks.rank() == 0:  # the others draw numbers of their own
+        torch.set_rng_state(state["cpu"])
+        if (device := accelerator()) in state and device != "cpu":
+            torch.get_device_module(device).set_rng_state(state[device])
 
 
 # --- back
@@ -143,8 +143,4 @@ def take_up(learn: Any, state: dict[str, Any]) -> None:
     if learn.step_scaler is not None and fit["scaler"] is not None:
         learn.step_scaler.load_state_dict(fit["scaler"])
     learn.n_steps = fit["n_steps"]
-    for dl, states in zip(learn.dls, fit["loaders"], strict=False):
-        for generator, each in zip(generators_of(dl), states, strict=False):
-            generator.set_state(each)
-    if ranks.rank() == 0:  # the others draw numbers of their own
-        set_random_state(fit["random"])
+    set_random_state(learn, fit["random"])

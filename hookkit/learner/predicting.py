@@ -147,8 +147,10 @@ class Predicting(Loop):
         self._claim()
         try:
             self("before_fit", "before_epoch")
-            yield
-            self("after_epoch", "after_fit")
+            try:
+                yield
+            finally:
+                self("after_epoch", "after_fit")
         except CANCEL_EXCEPTIONS as stray:
             stray.add_note(stray_cancel(stray))
             raise
