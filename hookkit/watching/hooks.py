@@ -76,8 +76,10 @@ class LoopHooks:
             self._handle.put(module, HookEntry(self._after), always_call=True)
             # Private: `Module._compiled_call_impl`, what `module.compile()` made (since 2.0), in
             # whose graph hooks do not run. Without it such a model is reported as never seen.
-            if module._compiled_call_impl is not None:
-                self._wrap_compiled(module, module._compiled_call_impl)
+            # Copies and pickles of a module leave it out.
+            if (compiled := module._compiled_call_impl) is not None:
+                self._undo.append(partial(setattr, module, "_compiled_call_impl", compiled))
+                module._compiled_call_impl = partial(self._call_compiled, module, compiled)
         if not self.root_ran:
             for part in self.loop.model.modules():  # a ScriptModule runs no Python hooks
                 if part is not self.loop.model and not isinstance(part, torch.jit.ScriptModule):
@@ -114,17 +116,6 @@ class LoopHooks:
     def _counts(self) -> bool:
         return get_ident() == self._thread and graph_task() == -1 and not is_tracing()
 
-    def _wrap_compiled(self, module: nn.Module, compiled: Callable[..., Any]) -> None:
-        """Replaces a compiled call by one that is seen, until `remove`."""
-        seen = partial(self._call_compiled, module, compiled)
-
-        def undo() -> None:
-            if module._compiled_call_impl is seen:
-                module._compiled_call_impl = compiled
-
-        self._undo.append(undo)
-        module._compiled_call_impl = seen  # copies and pickles of a module leave it out
-
     def _call_compiled(self, module: nn.Module, compiled: Any, *args: Any, **kwargs: Any) -> Any:
         self._before(module, args, kwargs)
         output = None
@@ -158,10 +149,8 @@ class LoopHooks:
         self._depth = max(self._depth - 1, 0)
         if self._depth:
             return
-        if sys.exception() is not self._error:
-            self.loop.forward_failed()
-        else:
-            self.loop.forward_ended(output, shared=kwargs.get(_IN_STEP) is not None)
+        failed, shared = sys.exception() is not self._error, kwargs.get(_IN_STEP) is not None
+        self.loop.forward_ended(output, failed, shared)
 
     def _before_part(self, part: nn.Module, args: Any, kwargs: Any) -> None:
         if is_compiling():

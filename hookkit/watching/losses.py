@@ -37,15 +37,12 @@ def one_number(loss: Any) -> Tensor:
     try:
         value = loss if isinstance(loss, Tensor) else torch.as_tensor(loss, device="cpu")
     except (TypeError, ValueError, RuntimeError):
+        value = None
+    if value is None or value.numel() != 1 or value.is_complex():
+        what = f"a tensor of {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind_of(loss)
         raise ArgumentError(
-            f"w.loss: expected the batch's loss as one number, found {kind_of(loss)}. "
-            f"Give the tensor you call backward() on, or a float."
-        ) from None
-    if value.numel() != 1 or value.is_complex():
-        raise ArgumentError(
-            f"w.loss: expected the batch's loss as one number, found a tensor of shape "
-            f"{tuple(value.shape)}{' of complex numbers' * value.is_complex()}. Reduce it first, "
-            f"as in w.loss(loss.mean())."
+            f"w.loss: expected the batch's loss as one number, found {what}. Give the tensor that "
+            f"you call backward() on, or a float; of several numbers the mean: w.loss(loss.mean())."
         )
     return value if value.dim() == 0 else value.reshape(())
 
