@@ -5,15 +5,19 @@ import gc
 import pickle
 import weakref
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
-from learners import EventLog, quiet
+from learners import EventLog
+from learners import quiet as quiet_learner
 
 from hookkit.callbacks import Callback
 from hookkit.errors import ArgumentError, HookError, HookkitWarning, OptionError
 from hookkit.events import CancelFitException
 from hookkit.testing import synth_learner
+
+quiet = partial(quiet_learner, n_trn=2, n_val=1)
 
 
 class Tst(Callback):
@@ -58,8 +62,7 @@ def test_of_several_of_a_name_each_has_its_own() -> None:
 
     learn.remove_cb(first)
     assert (learn.tst, learn.tst_2) == (second, third)
-    with pytest.raises(AttributeError, match=r"has 'tst_3'\. Nearest: tst"):
-        _ = learn.tst_3
+    assert not hasattr(learn, "tst_3")
 
 
 # --- one-off callbacks
@@ -113,16 +116,12 @@ def test_reads_fall_through_callback_learner_model() -> None:
 def test_a_missing_attribute_names_where_it_was_looked_for() -> None:
     learn = quiet(cbs=Tst)
 
-    with pytest.raises(
-        AttributeError, match=r"its callbacks nor its model \(RegModel\) has 'losz'"
-    ):
+    with pytest.raises(AttributeError, match=r"its callbacks nor its model has 'losz'.*loss"):
         _ = learn.tst.losz
-    with pytest.raises(AttributeError, match=r"Nearest: .*recorder"):
-        _ = learn.recordr
 
 
 def test_a_callback_without_a_learner_says_so() -> None:
-    with pytest.raises(AttributeError, match=r"Tst has no attribute 'pred'.* not known yet"):
+    with pytest.raises(AttributeError, match=r"Tst has no attribute 'pred', and belongs to no"):
         _ = Tst().pred
 
 

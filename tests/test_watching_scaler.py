@@ -6,7 +6,6 @@ fused optimizer is called and does not change the weights: a step that moves not
 """
 
 import math
-import weakref
 from contextlib import nullcontext
 
 import numpy as np
@@ -171,27 +170,6 @@ def test_activation_stats_of_gradients_are_unscaled_too():
     np.testing.assert_allclose(under, plain, rtol=1e-4)
 
 
-def test_a_scaler_that_is_there_and_not_used_changes_nothing():
-    idle, used = scaler_of(), scaler_of(256.0)
-    plain = recorded(None)
-
-    np.testing.assert_array_equal(recorded(None), plain)
-    np.testing.assert_array_equal(recorded(torch.amp.GradScaler("cpu", enabled=False)), plain)
-    np.testing.assert_allclose(recorded(used), plain, rtol=1e-4)
-    np.testing.assert_array_equal(recorded(None), plain)
-    assert idle.is_enabled()
-
-
-def test_a_loss_times_a_constant_is_recorded_as_it_is():
-    idle = scaler_of(32.0)
-
-    under, plain = recorded(scaler_of(32.0), times=32.0), recorded(None, times=32.0)
-
-    np.testing.assert_allclose(plain[:, 0], 32.0 * recorded(None)[:, 0], rtol=1e-4)
-    np.testing.assert_allclose(under, plain, rtol=1e-4)
-    assert idle.is_enabled()
-
-
 @pytest.mark.parametrize("n_scalers", [1, 2])
 def test_several_losses_and_optimizers_are_unscaled(n_scalers):
     def run(scalers):
@@ -315,20 +293,6 @@ def test_a_scaler_that_unscales_before_a_step_of_the_loops_own_is_found():
     np.testing.assert_allclose(run(scaler_of()), run(None), rtol=1e-4)
 
 
-def test_no_scaler_is_kept_alive_by_what_was_recorded():
-    scaler = scaler_of()
-    with watch(
-        model := nn.Linear(4, 3), opt := torch.optim.SGD(model.parameters(), 0.1), GradientStats
-    ) as w:
-        step_of(model, opt, scaler, torch.randn(BATCH, 4))
-
-    ref = weakref.ref(scaler)
-    del scaler
-
-    assert ref() is None
-    assert len(w.gradient_stats.record()) == 1
-
-
 def test_accelerates_own_scaler_is_found():
     accelerate = pytest.importorskip("accelerate")
 
@@ -417,13 +381,6 @@ def test_lightnings_own_scaler_is_found():
 
     assert plain.shape == (2, 4)
     np.testing.assert_allclose(under, plain, rtol=1e-4)
-
-
-def test_every_counts_the_steps_that_were_made():
-    w, _, _ = train(skips=(2, 3, 4), scaler=scaler_of(), every=5)
-
-    assert w.activation_stats.record().steps.tolist() == [0, 5, 10, 15, 20]
-    assert w.param_stats.record().steps.tolist() == [0, 5, 10, 15, 20]
 
 
 def test_a_fused_optimizer_makes_a_step_that_moves_nothing_and_alarms_nobody():
