@@ -1,6 +1,5 @@
 """`lr_find`, `predict` and `plot_lr`."""
 
-import copy
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,6 @@ from hookkit import (
     LogTo,
     MixedPrecision,
     ModelRunError,
-    OptionError,
     ParamStats,
     SaveModelCallback,
 )
@@ -135,19 +133,6 @@ def test_modes_attributes_and_gradients_are_as_before() -> None:
     assert not learn.fitting
 
 
-def test_settings_of_the_optimizer_are_as_before_also_as_tensors() -> None:
-    rate = torch.tensor(0.25)
-    learn = learner(opt_func=lambda groups, lr: torch.optim.Adam(groups, lr=rate))
-    learn.create_opt()
-    learn.opt.param_groups[0]["lr"] = rate
-    before = copy.deepcopy(learn.opt.state_dict())
-
-    find(learn)
-
-    assert same(before, learn.opt.state_dict())
-    assert learn.opt.param_groups[0]["lr"] is rate
-
-
 def test_a_learnable_loss_is_as_before() -> None:
     class Weighted(nn.Module):
         def __init__(self) -> None:
@@ -240,19 +225,6 @@ def test_the_valley_is_fastais() -> None:
                 assert valley(losses) == fastais_valley(losses)
 
 
-def test_impossible_options_are_errors() -> None:
-    learn = learner()
-    with pytest.raises(OptionError, match=r"lr_find\(start_lr=0\)"):
-        learn.lr_find(start_lr=0)
-    with pytest.raises(OptionError, match=r"lr_find\(end_lr=1e-09\).*above 1e-07"):
-        learn.lr_find(end_lr=1e-9)
-    with pytest.raises(OptionError, match=r"lr_find\(num_it=3\).*whole number from 10"):
-        learn.lr_find(num_it=3)
-    learn.add_cb(Callback(after_batch=lambda cb: cb.learn.lr_find()))
-    with pytest.raises(OptionError, match="lr_find was called inside a fit"):
-        learn.fit(1)
-
-
 # --- pictures
 
 
@@ -269,20 +241,6 @@ def test_its_picture_has_the_suggestion_and_is_drawn_by_default() -> None:
     assert len(curve.get_xdata()) == len(found.lrs) - 5
     assert point.get_xdata() == [found.valley]
     assert ax.get_legend().texts[0].get_text() == f"suggested: {found.valley:.2g}"
-
-
-def test_the_learning_rate_is_drawn_by_batch() -> None:
-    plt = pytest.importorskip("matplotlib.pyplot")
-    learn = learner()
-    learn.fit_one_cycle(3)
-
-    ax = learn.recorder.plot_lr()
-
-    assert [*ax.lines[-1].get_ydata()] == learn.recorder.lrs
-    assert [line.get_xdata()[0] for line in ax.lines[:-1]] == [12, 24]
-    plt.close("all")
-    assert "no batch" in learner().recorder.plot_lr().texts[0].get_text()
-    plt.close("all")
 
 
 # --- predict
