@@ -105,7 +105,8 @@ def ascent(run: View) -> Iterator[Finding]:
     """Steps that make a loss of errors larger: `maximize=True`, or a minus before the loss."""
     name = str(run.info.get("minus_loss") or "")
     rises = run.end > run.start or run.broke is not None
-    if name and (rises or run.end < run.start < 0):
+    plays = name.startswith("binary")  # one that turns the other's loss, as in a minimax GAN
+    if name and not plays and (rises or run.end < run.start < 0):
         what = f"backward() is called on minus {name}, and the loss goes from {run.start:.3g} to "
         yield Finding(
             "ascent",

@@ -62,22 +62,23 @@ def target_scale(run: View) -> Iterator[Finding]:
 
 
 def bad_init(run: View) -> Iterator[Finding]:
-    """First weights far from what can be learnt, and most of the loss left.
+    """First weights far from what can be learnt.
 
     By the gain, a weight's RMS times √fan_in: PyTorch's own begin with 0.58. Too small is below
-    0.07 in most; too large is above 5 in one, or above 1.5 in most, and outputs above 4.
+    0.07 in most, with much of the loss left; too large is above 5 in one, or above 1.5 in most,
+    with outputs above 4.
     """
     p, own = run.params, run.matrices
-    if p is None or "shape" not in p.meta or not len(own) or not run.has_much_left:
+    if p is None or "shape" not in p.meta or not len(own) or run.trained_before:
         return
-    if run.trained_before or run.info.get("optimizer") == "LBFGS":
+    if run.info.get("optimizer") == "LBFGS":  # it steps before anything is recorded
         return
     fan_in = np.array([np.prod(p.meta["shape"][i][1:]) for i in own], float)
     gain = table(p, "weight_rms")[own, 0] * np.sqrt(fan_in)
     begun = gain > 0
     small, size = begun & (gain < 0.07), _largest_output(run)
     large = gain > (1.5 if 2 * (gain > 1.5).sum() > len(gain) else 5)
-    if 2 * small.sum() > begun.sum():
+    if 2 * small.sum() > begun.sum() and run.has_much_left:
         what, hit, how = "", small, "small: hardly anything comes through"
     elif large.any() and size > 4:
         what, hit, how = f"an output has RMS {size:.3g} before training, and ", large, "large"
@@ -232,8 +233,8 @@ def lr_too_high(run: View) -> Iterator[Finding]:
         fails = run.stands or run.broke is not None
         if np.median(top) > 0.5 or (fails and np.median(grew) > 3):
             what = f"one step changes most of {plural(len(rows), 'matrix', 'matrices')} by "
-            what += f"{percent(np.median(top))} of their size"
-            grown = f", and in the end they are {np.median(grew):.2g} times as large"
+            what += f"{np.median(top):.2g} times their size"
+            grown = f", which grow {np.median(grew):.2g}-fold" * bool(np.median(grew) > 1)
             why = ", while the loss " + ("breaks" if run.broke is not None else "does not fall")
             yield Finding(
                 "lr_too_high",
@@ -249,14 +250,14 @@ def lr_too_high(run: View) -> Iterator[Finding]:
 def lr_too_low(run: View) -> Iterator[Finding]:
     """All steps together move most matrices by less than a tenth, and most of the loss is left.
 
-    A note for weights that were trained before, and in fewer than 50 steps.
+    A note for weights that were trained before, and in fewer than 100 steps.
     """
     for rows, ratio in _by_rate(run):
         p: Any = run.params
         mean = np.nansum(ratio * p.spans, axis=1) / p.spans.sum()
         path = float(np.median(mean)) * float(p.steps[-1] - p.steps[0] + 1)
         if path < 0.1 and np.median(mean) < 1e-3:
-            left = len(run.losses) >= 50 and run.end > 0.5 * run.start > 0
+            left = len(run.losses) >= 100 and run.end > 0.5 * run.start > 0
             yield Finding(
                 "lr_too_low",
                 "warning" if left and not run.trained_before else "note",

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .fresh_images import pick
+from .data import batches, digits, pick, shapes
 from .trials import Watch, failing, fit, healthy, update
-from .vision_data import batches, digits, shapes
 
 
 def far_apart(a: Tensor, b: Tensor) -> float:

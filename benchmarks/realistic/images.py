@@ -5,9 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from .fresh_images import pick
+from .data import batches, error_rate, pick
 from .trials import Watch, failing, fit, healthy, update
-from .vision_data import batches, error_rate
 
 
 def flags(n: int) -> tuple[Tensor, Tensor]:

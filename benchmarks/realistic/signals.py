@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .fresh_images import pick
+from .data import batches, error_rate, pick
 from .trials import Watch, failing, fit, healthy
-from .vision_data import batches, error_rate
 
 
 def tides(n: int) -> tuple[Tensor, Tensor]:

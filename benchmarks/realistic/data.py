@@ -1,9 +1,11 @@
-"""Images for the trainings of vision: scikit-learn's digits, and shapes drawn on noise."""
+"""Data of several trainings: scikit-learn's digits, shapes drawn on noise, Python's manual."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from functools import cache
+from pydoc_data.topics import topics
 from typing import NamedTuple
 
 import torch
@@ -19,12 +21,6 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = torch.tensor(data.images, dtype=torch.float32)[order, None]
     y = torch.tensor(data.target)[order].long()
     return x[:1400], y[:1400], x[1400:], y[1400:]
-
-
-def standard_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The digits with mean 0 and standard deviation 1."""
-    x, y, x_test, y_test = digits()
-    return (x - x.mean()) / x.std(), y, (x_test - x.mean()) / x.std(), y_test
 
 
 class Shapes(NamedTuple):
@@ -72,3 +68,24 @@ def error_rate(model: nn.Module, x: Tensor, y: Tensor) -> float:
     """The share of images that the model puts in a wrong class."""
     model.eval()
     return (model(x).argmax(1) != y).float().mean().item()
+
+
+def pick(n: int, size: int = 64) -> Tensor:
+    """Indices of one random batch."""
+    return torch.randint(0, n, (size,))
+
+
+def generator() -> random.Random:
+    """Python's random numbers, seeded as torch is."""
+    return random.Random(torch.initial_seed())
+
+
+LETTERS = " etaosnirlcdhmupfb\"'ygv.wxk,_()-:=jq`*0z1/[]><2{}#|5"
+
+
+@cache
+def manual() -> tuple[Tensor, Tensor]:
+    """Letters of Python's manual in alphabetical order of pages: to train with, and held out."""
+    text = " ".join(" ".join(topics[name] for name in sorted(topics)).lower().split())
+    ids = torch.tensor([k for c in text if (k := LETTERS.find(c)) >= 0])
+    return ids[:-9600], ids[-9600:]
