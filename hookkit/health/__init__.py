@@ -80,7 +80,6 @@ RULES: tuple[Rule, ...] = (
     Rule(units.dead, (*_ACTS, "units")),
     Rule(weights.zero_gradient, _PARAMS),
     Rule(measures.lr_too_low, _PARAMS),
-    Rule(measures.fp16_range, _ACTS),
     Rule(facts.repeated_data),
     Rule(units.saturated, _ACTS),
     Rule(notes.initial_loss, (LOSSES,)),

@@ -29,19 +29,15 @@ from hookkit.records import Record
 def input_scale(run: View) -> Iterator[Finding]:
     """Inputs of RMS above 10; healthy ones have 1, and 2.3 at most. A note if a norm follows."""
     a = run.acts
-    if a is None:
-        return
     rms = meta(a, "given_rms", np.nan).astype(float)
     rows = [i for i in run.given_data() if rms[i] > 10]
     if rows:
         normed = all(any("Norm" in kind for kind in a.types[i : i + 2]) for i in rows)
+        what = f"what {a.names[rows[0]]} is given has RMS {rms[rows].max():.3g} before training"
+        cause = "inputs that are not standardised (0–255 images, prices, times of 0 to 1000)"
+        fix = "scale them to mean 0 and standard deviation 1: (x - mean) / std"
         yield Finding(
-            "input_scale",
-            "note" if normed else run.severity,
-            f"what {a.names[rows[0]]} is given has RMS {rms[rows].max():.3g} before training",
-            "inputs that are not standardised (0–255 images, prices, times of 0 to 1000)",
-            "scale them to mean 0 and standard deviation 1: (x - mean) / std",
-            names(a, rows),
+            "input_scale", "note" if normed else run.severity, what, cause, fix, names(a, rows)
         )
 
 
@@ -52,13 +48,10 @@ def target_scale(run: View) -> Iterator[Finding]:
     power = 0.5 if run.loss == "mse" else 1.0
     first, last = (max(x, 0.0) ** power for x in (float(run.losses[0]), run.end))
     if min(first, last) > 20 and last > 0.3 * first:
-        yield Finding(
-            "target_scale",
-            run.severity,
-            f"the first error is {first:.3g}, and the last is {last:.3g}",
-            "targets that are not standardised, or a loss that is summed over the batch",
-            "scale the targets to mean 0 and standard deviation 1, and average the loss",
-        )
+        what = f"the first error is {first:.3g}, and the last is {last:.3g}"
+        cause = "targets that are not standardised, or a loss that is summed over the batch"
+        fix = "scale the targets to mean 0 and standard deviation 1, and average the loss"
+        yield Finding("target_scale", run.severity, what, cause, fix)
 
 
 def bad_init(run: View) -> Iterator[Finding]:
@@ -69,7 +62,7 @@ def bad_init(run: View) -> Iterator[Finding]:
     with outputs above 4.
     """
     p, own = run.params, run.matrices
-    if p is None or "shape" not in p.meta or not len(own) or run.trained_before:
+    if "shape" not in p.meta or not len(own) or run.trained_before:
         return
     if run.info.get("optimizer") == "LBFGS":  # it steps before anything is recorded
         return
@@ -85,20 +78,16 @@ def bad_init(run: View) -> Iterator[Finding]:
     else:
         return
     what += f"the gain (RMS times √fan_in) of {plural(int(hit.sum()), 'weight')} is "
-    yield Finding(
-        "bad_init",
-        run.severity,
-        f"{what}{np.median(gain[hit]):.2g}, where about 1 is usual",
-        f"weights that begin too {how}",
-        "initialise each for its fan-in: torch.nn.init.kaiming_normal_(layer.weight)",
-        names(p, own[hit]),
-    )
+    what = f"{what}{np.median(gain[hit]):.2g}, where about 1 is usual"
+    cause = f"weights that begin too {how}"
+    fix = "initialise each for its fan-in: torch.nn.init.kaiming_normal_(layer.weight)"
+    yield Finding("bad_init", run.severity, what, cause, fix, names(p, own[hit]))
 
 
 def _largest_output(run: View) -> float:
     """Of layers with matrices, the largest RMS before training, over that of the data (or 1)."""
     a, p = run.acts, run.params
-    if a is None or p is None or not len(a):
+    if a is None or not len(a):
         return 0.0
     owners = {p.names[i].rpartition(".")[0] for i in run.matrices}
     rows = [i for i, name in enumerate(a.names) if name in owners]
@@ -117,33 +106,29 @@ def weight_decay(run: View) -> Iterator[Finding]:
         pairs = [*zip(run.info.get("lr", ()), run.info.get("weight_decay", ()), strict=False)]
     share = max((float(rate) * float(decay or 0) for rate, decay in pairs), default=0.0)
     if share > 0.01:
-        yield Finding(
-            "weight_decay",
-            run.severity,
-            f"learning rate × weight decay takes {percent(share)} of each weight a step",
-            "weight decay outweighs the gradient",
-            "divide the optimizer's weight_decay by 10 or more",
-        )
+        what = f"learning rate × weight decay takes {percent(share)} of each weight a step"
+        cause = "weight decay outweighs the gradient"
+        fix = "divide the optimizer's weight_decay by 10 or more"
+        yield Finding("weight_decay", run.severity, what, cause, fix)
 
 
 def momentum(run: View) -> Iterator[Finding]:
     """A momentum above 0.99 that carries gradients on past the end, or while the loss stands."""
     most, n = max(run.info.get("momentum") or [0.0]), run.run.n_steps
     if 0.99 < most < 1 and (run.stands or 1 / (1 - most) > max(n, 1)):
-        yield Finding(
-            "momentum",
-            "warning",
+        what = (
             f"momentum {most:g} carries each gradient on for {1 / (1 - most):.0f} steps, and the "
-            f"run has {n}",
-            "a momentum that is too high for this rate, or for so short a run",
-            "use momentum=0.9",
+            f"run has {n}"
         )
+        cause = "a momentum that is too high for this rate, or for so short a run"
+        fix = "use momentum=0.9"
+        yield Finding("momentum", "warning", what, cause, fix)
 
 
 def clipping(run: View) -> Iterator[Finding]:
     """Gradients whose norm together is always the same, and almost nothing."""
     p = run.params
-    if p is None or not len(run.matrices):
+    if not len(run.matrices):
         return
     norms = np.sqrt(np.nansum(table(p, "grad_norm") ** 2, axis=0))
     level = float(np.median(norms))
@@ -152,16 +137,10 @@ def clipping(run: View) -> Iterator[Finding]:
     moves = np.nanmedian(np.append(later_half(p, "update_ratio")[run.matrices], 0))
     tiny = level < 1e-8 * np.sqrt(meta(p, "numel", 1).sum()) if adam else moves < 1e-3
     if 0 < level < 1e-2 and same and tiny:
-        yield Finding(
-            "clipping",
-            run.severity,
-            f"the norm of all gradients is always {level:.3g}",
-            "gradients that are clipped to almost nothing",
-            "use a max_norm near their usual norm, such as 1.0",
-        )
-
-
-# --- float16, by what IEEE 754 says of it
+        what = f"the norm of all gradients is always {level:.3g}"
+        cause = "gradients that are clipped to almost nothing"
+        fix = "use a max_norm near their usual norm, such as 1.0"
+        yield Finding("clipping", run.severity, what, cause, fix)
 
 
 def fp16_underflow(run: View) -> Iterator[Finding]:
@@ -169,14 +148,10 @@ def fp16_underflow(run: View) -> Iterator[Finding]:
     small = [size for record in (run.grads, run.params) for size in _half_sizes(run, record)]
     tiny = [name for name, size in small if size < 4 * 2.0**-24]
     if 2 * len(tiny) > len(small):
-        yield Finding(
-            "fp16_underflow",
-            run.severity,
-            f"the gradients of {len(tiny)} of {len(small)} layers in float16 are below 2.4e-7",
-            "half precision without loss scaling: smaller gradients become exactly 0",
-            "scale the loss with torch.amp.GradScaler, or use bfloat16",
-            tuple(tiny),
-        )
+        what = f"the gradients of {len(tiny)} of {len(small)} layers in float16 are below 2.4e-7"
+        cause = "half precision without loss scaling: smaller gradients become exactly 0"
+        fix = "scale the loss with torch.amp.GradScaler, or use bfloat16"
+        yield Finding("fp16_underflow", run.severity, what, cause, fix, tuple(tiny))
 
 
 def _half_sizes(run: View, record: Record | None) -> Iterator[tuple[str, float]]:
@@ -198,25 +173,6 @@ def _half_rows(run: View, record: Record) -> list[int]:
     return [i for i, name in enumerate(dtypes) if "float16" in name and "bfloat16" not in name]
 
 
-def fp16_range(run: View) -> Iterator[Finding]:
-    """Outputs in float16 within a factor of ten of its largest number, 65504."""
-    a = run.acts
-    rows = [] if a is None or not len(a) else _half_rows(run, a)
-    if a is None or not rows:
-        return
-    ends = np.fmax(np.abs(table(a, "min")), np.abs(table(a, "max")))[rows]
-    peak = np.where(np.isfinite(ends), ends, 0).max(axis=1)
-    if (peak > 6550).any():
-        yield Finding(
-            "fp16_range",
-            "warning",
-            f"outputs up to {peak.max():.3g} in float16, whose largest number is 65504",
-            "outputs that grow towards overflow",
-            "use torch.autocast(device, dtype=torch.bfloat16), or a norm before this layer",
-            names(a, [i for i, top in zip(rows, peak, strict=True) if top > 6550]),
-        )
-
-
 # --- the size of steps
 
 
@@ -226,7 +182,7 @@ def lr_too_high(run: View) -> Iterator[Finding]:
     Matrices of one rate are judged together. Without a loss that stands it is a note.
     """
     for rows, ratio in _by_rate(run):
-        p: Any = run.params
+        p = run.params
         top = np.nanmax(np.where(np.isfinite(ratio), ratio, 0), axis=1)
         norm = table(p, "weight_norm")[rows]
         grew = np.nan_to_num(median(norm[:, -5:]) / norm[:, 0], posinf=0)
@@ -236,13 +192,11 @@ def lr_too_high(run: View) -> Iterator[Finding]:
             what += f"{np.median(top):.2g} times their size"
             grown = f", which grow {np.median(grew):.2g}-fold" * bool(np.median(grew) > 1)
             why = ", while the loss " + ("breaks" if run.broke is not None else "does not fall")
+            what = f"{what}{grown}{why * fails}"
+            cause = "the learning rate is too high"
+            fix = "divide the learning rate by 10, or warm it up"
             yield Finding(
-                "lr_too_high",
-                run.severity if fails else "note",
-                f"{what}{grown}{why * fails}",
-                "the learning rate is too high",
-                "divide the learning rate by 10, or warm it up",
-                names(p, rows),
+                "lr_too_high", run.severity if fails else "note", what, cause, fix, names(p, rows)
             )
             return
 
@@ -253,22 +207,21 @@ def lr_too_low(run: View) -> Iterator[Finding]:
     A note for weights that were trained before, and in fewer than 100 steps.
     """
     for rows, ratio in _by_rate(run):
-        p: Any = run.params
+        p = run.params
         mean = np.nansum(ratio * p.spans, axis=1) / p.spans.sum()
         path = float(np.median(mean)) * float(p.steps[-1] - p.steps[0] + 1)
         if path < 0.1 and np.median(mean) < 1e-3:
             left = len(run.losses) >= 100 and run.end > 0.5 * run.start > 0
-            yield Finding(
-                "lr_too_low",
-                "warning" if left and not run.trained_before else "note",
+            severity = "warning" if left and not run.trained_before else "note"
+            what = (
                 f"all steps together move most of {plural(len(rows), 'matrix', 'matrices')} by "
                 f"{percent(path)} of their size"
                 + f", and {percent(run.end / run.start if left else 1)} of the loss is left"
-                * left,
-                "a learning rate that is too low, or a run that is short",
-                "multiply the learning rate by 10, or train longer",
-                names(p, rows),
+                * left
             )
+            cause = "a learning rate that is too low, or a run that is short"
+            fix = "multiply the learning rate by 10, or train longer"
+            yield Finding("lr_too_low", severity, what, cause, fix, names(p, rows))
             return
 
 
@@ -279,7 +232,7 @@ def _by_rate(run: View) -> Iterator[tuple[Any, Any]]:
     majority, where others have rates of their own.
     """
     p = run.params
-    if p is None or not len(run.matrices) or run.info.get("optimizer") == "LBFGS":
+    if not len(run.matrices) or run.info.get("optimizer") == "LBFGS":
         return
     norm, update = table(p, "weight_norm"), table(p, "update_ratio")
     ratio = np.where(norm > 0, update, np.nan)

@@ -18,27 +18,20 @@ from hookkit.health.view import View, median, names, table
 def not_learning(run: View) -> Iterator[Finding]:
     """A loss that ends less than 5 % below its start, after 50 steps or more."""
     if run.stands and run.broke is None:
-        yield Finding(
-            "not_learning",
-            "note",
-            f"the loss did not fall: {run.start:.3g} → {run.end:.3g} in {len(run.losses)} steps",
-            "what else is found; or a loss that need not fall (GAN, policy, a few noisy steps)",
-            "train on one batch again and again: a model that works brings its loss near 0",
-        )
+        what = f"the loss did not fall: {run.start:.3g} → {run.end:.3g} in {len(run.losses)} steps"
+        cause = "what else is found; or a loss that need not fall (GAN, policy, a few noisy steps)"
+        fix = "train on one batch again and again: a model that works brings its loss near 0"
+        yield Finding("not_learning", "note", what, cause, fix)
 
 
 def initial_loss(run: View) -> Iterator[Finding]:
     """A first loss of more than twice what guessing gives."""
     chance = float(np.log(run.info.get("n_classes") or 1))
     if "entropy" in run.loss and len(run.losses) and run.losses[0] > 2 * chance > 0:
-        yield Finding(
-            "initial_loss",
-            "note",
-            f"the first loss is {run.losses[0]:.3g}, and guessing gives {chance:.3g}",
-            "a last layer, or inputs, that begin too large",
-            "begin with a small last layer: layer.weight.data.mul_(0.1)",
-            steps=(0,),
-        )
+        what = f"the first loss is {run.losses[0]:.3g}, and guessing gives {chance:.3g}"
+        cause = "a last layer, or inputs, that begin too large"
+        fix = "begin with a small last layer: layer.weight.data.mul_(0.1)"
+        yield Finding("initial_loss", "note", what, cause, fix, steps=(0,))
 
 
 def vanishing(run: View) -> Iterator[Finding]:
@@ -53,7 +46,7 @@ def exploding(run: View) -> Iterator[Finding]:
 
 def _by_depth(run: View, rule: str) -> Iterator[Finding]:
     p, own = run.params, _chain(run)
-    if p is None or len(own) < 3:
+    if len(own) < 3:
         return
     early = slice(0, max(len(p) // 3, 1))
     size = median(table(p, "grad_rms")[own][:, early])
@@ -63,22 +56,20 @@ def _by_depth(run: View, rule: str) -> Iterator[Finding]:
     times = float(size[0] / size[-1])
     fades = times < 1e-3 and size[0] < 1e-4
     if fades if rule == "vanishing" else times > 100:
-        yield Finding(
-            rule,
-            "note",
-            f"gradients of {p.names[own[0]]} are {times:.2g} times those of {p.names[own[-1]]}",
+        what = f"gradients of {p.names[own[0]]} are {times:.2g} times those of {p.names[own[-1]]}"
+        cause = (
             "saturating layers, or depth without shortcuts"
             if fades
-            else "weights that are large for the depth, or a recurrence",
-            "use norm layers or shortcuts" if fades else "clip gradients, or use norm layers",
-            names(p, own[[0, -1]]),
+            else "weights that are large for the depth, or a recurrence"
         )
+        fix = "use norm layers or shortcuts" if fades else "clip gradients, or use norm layers"
+        yield Finding(rule, "note", what, cause, fix, names(p, own[[0, -1]]))
 
 
 def _chain(run: View) -> Any:
     """The longest chain of matrices in the graph, from the data on; all, where it is not known."""
     p, before = run.params, run.before
-    rows = {} if p is None else {p.names[i]: i for i in run.matrices}
+    rows = {p.names[i]: i for i in run.matrices}
     if not before.keys() & rows.keys():
         return run.matrices
     chains = []
@@ -101,11 +92,10 @@ def overfit(run: View) -> Iterator[Finding]:
         return
     best, train = int(valid.argmin()), float(rows[-1]["train_loss"])
     if valid[-1] > 1.1 * valid[best] and valid[-1] > 1.1 * train:
-        yield Finding(
-            "overfit",
-            "note",
+        what = (
             f"the validation loss was {valid[best]:.3g} in epoch {rows[best].get('epoch', best)} "
-            f"and is {valid[-1]:.3g} now; the training loss is {train:.3g}",
-            "the model learns the training set by heart",
-            "stop at the best epoch, or add data, augmentation or regularisation",
+            f"and is {valid[-1]:.3g} now; the training loss is {train:.3g}"
         )
+        cause = "the model learns the training set by heart"
+        fix = "stop at the best epoch, or add data, augmentation or regularisation"
+        yield Finding("overfit", "note", what, cause, fix)

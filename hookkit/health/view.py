@@ -28,7 +28,8 @@ class View:
     """What rules read of a run.
 
     Attributes:
-        info, acts, grads, params: of the run; `params` has rows for weights.
+        info, acts, grads, params: of the run. Records are never None, nor too short to judge, in a
+            rule that needs them.
         loss: the loss's name without "Loss", underscores and capitals: "crossentropy"; or "".
         losses: (n,) the finite losses.
         start, end: the level of the loss at first and at last; NaN if it is not known.
@@ -37,7 +38,9 @@ class View:
 
     def __init__(self, run: Run) -> None:
         self.run, self.info = run, run.info
-        self.acts, self.grads, self.params = run.activations, run.gradients, run.params
+        self.acts: Any = run.activations
+        self.params: Any = run.params
+        self.grads = run.gradients
         name = str(run.info.get("loss_func") or "")
         self.loss = name.replace("_", "").lower().removesuffix("loss")
         losses = np.zeros(0) if run.losses is None else np.asarray(run.losses, np.float64)

@@ -132,7 +132,8 @@ def _in_order(users: Users) -> Iterator[Any]:
 
 def _ends(users: Users, node: Any) -> list[Any]:
     """The users of `node`, through operations that pass values on; `node` if it has none."""
-    ends, todo, reached = [], [node], {node}
+    ends: list[Any] = []
+    todo, reached = [node], {node}
     while todo:
         for user in users[todo.pop()]:
             if user not in reached:
