@@ -182,7 +182,8 @@ def _given_to_kl(total: Any) -> str:
     if op_name(parts) != "Sub" or first_input(parts) is not None:
         return ""
     product = parts.next_functions[1][0]
-    return _kind(_source(product, _SAME_KIND)) if op_name(product) == "Mul" else ""
+    given = only_input(product) if op_name(product) == "Mul" else None
+    return _kind(_source(given, _SAME_KIND) if op_name(given) in _SAME_KIND else given)
 
 
 def _wrong_dim(loss: Any) -> str:

@@ -118,8 +118,10 @@ class Sensors:
             made = (t.grad_fn for t in leaves(pred) if t.grad_fn is not None)
             if (node := next(made, None)) is not None:
                 node.register_prehook(partial(self._see_backward, get_ident()))
-        by_class = "crossentropy" in (loss_name(loss_func) or "").lower().replace("_", "")
-        if by_class and isinstance(pred, Tensor) and (pred.ndim == 2 or (fed and pred.ndim > 2)):
+        name = (loss_name(loss_func) or "").lower().replace("_", "")
+        by_class = name.startswith("crossentropy") and isinstance(pred, Tensor)
+        mean = getattr(loss_func, "reduction", "mean") == "mean"
+        if by_class and mean and not pred.is_nested and (pred.ndim == 2 or (fed and pred.ndim > 2)):
             self._n_classes = self._n_classes or pred.shape[1]
 
     def _see_backward(self, thread: int, grads: Any) -> None:

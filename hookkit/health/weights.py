@@ -144,12 +144,10 @@ def _in_order(run: View) -> list[int]:
     rows = [int(i) for i in np.flatnonzero(meta(p, "requires_grad", True))]
     if a is None or not len(a):
         return rows
-    called = np.isfinite(table(a, "rms")).any(axis=1) | np.isfinite(table(a, "count")).any(axis=1)
-    place = {
-        name: i for i, (name, was) in enumerate(zip(a.names, called.tolist(), strict=True)) if was
-    }
-    never = len(place) + len(a.names)
-    return sorted(rows, key=lambda i: place.get(p.names[i].rpartition(".")[0], never))
+    numbers = np.concatenate([table(a, "rms"), table(a, "count")], axis=1)
+    called = [a.names[int(i)] for i in np.flatnonzero(np.isfinite(numbers).any(axis=1))]
+    place = {name: i for i, name in enumerate(called)}
+    return sorted(rows, key=lambda i: place.get(p.names[i].rpartition(".")[0], len(place)))
 
 
 def _is_front(hit: Any) -> bool:

@@ -73,7 +73,8 @@ def report(
     model = str(record.info.get("model") or "")
     title = str(title or "") or (f"Training of {model}" if model else "A training run")
     diagnosis = health.diagnose(record)
-    top = f'<p class="verdict {(diagnosis[0].severity if diagnosis.alarms else "healthy")}">{escape(diagnosis.headline)}</p>'
+    worst = diagnosis[0].severity if diagnosis.alarms else "healthy"
+    top = f'<p class="verdict {worst}">{escape(diagnosis.headline)}</p>'
     sections = [
         ("findings", "Findings", _findings(diagnosis, record)),
         ("run", "The whole run", "".join(_whole(record, diagnosis))),

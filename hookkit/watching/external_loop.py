@@ -489,7 +489,6 @@ class ExternalLoop(CallbackRunner):
 
     def backward_began(self, root: Tensor) -> None:
         """The first backward pass was called on `root`: the loss, however it is reported."""
-        self.sensors.see_loss(root, self._own())
         for cb in self.cbs:
             if cb.run and hasattr(type(cb), "_note_graph"):
                 cb._note_graph(root)
