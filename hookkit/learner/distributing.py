@@ -60,6 +60,11 @@ def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterat
     options = {"cpu": not torch.accelerator.is_available(), **options}
     engine = accelerator or Accelerator(**options)
     learn._needs_data("distrib_ctx")
+    if options.get("fsdp_plugin") is not None and "FSDP" not in str(engine.distributed_type):
+        raise OptionError(
+            "distrib_ctx: accelerate shards over processes on devices only, and would ignore the "
+            "fsdp_plugin here. Leave it out, for DDP; or watch a loop of your own with FSDP2."
+        )
     _check(engine, learn.dls.loaders)
     if learn.opt is None:
         learn.create_opt()
