@@ -198,7 +198,7 @@ def test_a_learner_is_copied_with_its_recorders_and_trains_on(way: Any, during: 
     _Copies = Copies
     Copies.__qualname__ = "_Copies"
     learn = synth_learner(cbs=[*recorders(), ProgressCallback, Copies(hook=keep_shape)])
-    with learn.no_bar(), learn.no_logging():
+    with learn.no_logging():
         learn.fit(1)
         again = copies[0] if during else way(learn)
         n = again.n_steps
