@@ -12,13 +12,13 @@ from typing import IO, Any
 import numpy as np
 import pytest
 import torch
+from hookkit.learner.saving import save_state
 from interrupting import interrupted_everywhere, left_behind
 from processes import started
 from torch import nn
 
 from hookkit import ActivationStats, Learner, ParamStats, files, records, report
 from hookkit.files import append_lines, atomic_write
-from hookkit.learner.saving import save_state
 from hookkit.records import Record, Run
 from hookkit.testing import synth_learner
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from hooked import n_hooks
-from learners import RNNNet, quiet
-from torch import Tensor, nn
+from learners import quiet
+from torch import nn
 
 from hookkit.callbacks import Callback
 from hookkit.data import DataLoaders
 from hookkit.errors import ArgumentError, HookkitWarning, OptionError, SelectionError
-from hookkit.events import EVENTS, CancelBatchException
+from hookkit.events import EVENTS
 from hookkit.recording import HookCallback
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats
 from hookkit.testing import mlp, synth_dbunch
@@ -127,18 +127,6 @@ def test_every_counts_on_over_epochs_and_anew_in_each_fit() -> None:
     assert [i for _, i in cb.calls] == [0, 1, 0]
 
 
-def test_a_cancelled_batch_gives_its_turn_to_the_next() -> None:
-    def cancel_first(self: Any) -> None:
-        if self.iter == 0:
-            raise CancelBatchException
-
-    cb = Calls(every=4)
-
-    quiet(n_trn=8, cbs=[cb, Callback(before_batch=cancel_first)]).fit(1)
-
-    assert [i for _, i in cb.calls] == [1, 5]
-
-
 # --- train and valid
 
 
@@ -173,20 +161,6 @@ def test_training_and_validation_are_recorded_as_chosen(
     quiet(cbs=cb).fit(1)
 
     assert [training for training, _ in cb.calls] == expected
-
-
-def test_what_the_last_training_batch_stored_is_there_after_validation_and_the_fit() -> None:
-    kept: list[Tensor] = []
-    cb = HookCallback(hook=lambda m, i, o: o, on_valid=False)
-    look = Callback(after_train=lambda self: kept.append(cb.hooks.stored[0]))
-    learn = quiet(cbs=[cb, look])
-
-    learn.fit(1)
-    assert cb.hooks.stored[0].equal(kept[0])
-    learn.validate()
-    learn.get_preds()
-
-    assert cb.hooks.stored[0].equal(kept[0])
 
 
 # --- which modules
@@ -330,16 +304,6 @@ def _grad(cb: HookCallback) -> bool:
     return cb.hooks.stored[0].requires_grad
 
 
-def test_structured_outputs_keep_their_structure() -> None:
-    data = [(torch.randn(8, 3, 4), torch.randn(8, 1))] * 2
-    cb = HookCallback("lstm", hook=lambda m, i, o: o)
-
-    quiet(data=(data, data), model=RNNNet(), cbs=cb).fit(1)
-
-    out, (h, c) = cb.hooks.stored[0]
-    assert (out.shape, h.shape, c.shape) == ((8, 3, 8), (1, 8, 8), (1, 8, 8))
-
-
 # --- the end
 
 
@@ -371,23 +335,6 @@ def test_no_hook_is_left_after_an_exception_in_any_event(event: str, is_forward:
     assert len(learn.cbs) == 2
 
 
-def test_an_exception_inside_the_model_leaves_no_hook() -> None:
-    class Bad(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(1, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            raise RuntimeError(f"bad {self.fc(x).shape}")
-
-    learn = quiet(model=Bad(), cbs=HookCallback())
-
-    with pytest.raises(RuntimeError, match=r"bad torch.Size"):
-        learn.fit(1)
-
-    assert n_hooks(learn.model) == 0
-
-
 def test_an_exception_inside_the_hook_names_the_module() -> None:
     def bad(m: nn.Module, i: Any, o: Any) -> None:
         raise ValueError("in the hook")
@@ -413,29 +360,6 @@ def test_without_remove_end_hooks_stay_once_and_stay_live() -> None:
     assert cb.hooks.stored[0].equal(y.detach())
     cb.hooks.remove()
     assert n_hooks(learn.model) == 0
-
-
-def test_a_callback_removed_in_mid_fit_takes_its_hooks_along() -> None:
-    remaining: list[int] = []
-    cb = Calls()
-    remove = Callback(
-        after_batch=lambda self: (self.learn.remove_cb(cb), remaining.append(n_hooks(self.model)))
-    )
-
-    quiet(cbs=[cb, remove]).fit(1)
-
-    assert remaining[0] == 0
-    assert len(cb.calls) == 1
-
-
-def test_foreign_hooks_are_left_alone() -> None:
-    model = mlp(1, 4, 1)
-    foreign = model[0].register_forward_hook(lambda m, i, o: None)
-
-    quiet(model=model, cbs=[HookCallback(), HookCallback(is_forward=False)]).fit(1)
-
-    assert list(model[0]._forward_hooks) == [foreign.id]
-    assert n_hooks(model) == 1
 
 
 # --- bad arguments
@@ -489,16 +413,3 @@ def test_a_compiled_model_that_has_run_sees_the_hooks_and_is_not_compiled_for_ea
     assert cb.names == ["0", "2"]
     assert [s.shape for s in cb.hooks.stored] == [(16, 4), (16, 1)]
     assert len(graphs) - before <= 3  # training on and off, validation
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_error_after_the_fit_takes_kept_hooks_off(error: type[BaseException]) -> None:
-    def fail(cb: Any) -> None:
-        raise error
-
-    learn = quiet(cbs=[HookCallback(remove_end=False), Callback(after_fit=fail)])
-
-    with pytest.raises(error):
-        learn.fit(1)
-
-    assert n_hooks(learn.model) == 0

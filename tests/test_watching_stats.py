@@ -1,12 +1,9 @@
 """The recorders of a Learner under `watch`: the same records, in loops of every kind."""
 
-import copy
 import gc
 import importlib.util
 import pickle
 import weakref
-from contextlib import suppress
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -169,38 +166,6 @@ def test_the_losses_of_a_skipped_step_are_in_no_other(each: int, late: bool):
     assert w.n_steps == 8 // each - 1
 
 
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("marked", [False, True])
-def test_every_evaluation_of_a_closure_is_part_of_its_step(every: int, marked: bool):
-    model, x = net(1), batches(1)[0]
-    acts, grads = ActivationStats(every=every), GradientStats(of="both", every=every)
-    opt = torch.optim.LBFGS(model.parameters(), max_iter=4)
-    calls = list[torch.Tensor]()
-
-    def closure() -> torch.Tensor:
-        calls.append(nn.functional.linear(x, model[0].weight, model[0].bias).detach())
-        opt.zero_grad()
-        loss = model(x).pow(2).mean()
-        loss.backward()
-        return loss
-
-    n_calls = [0]
-    with watch(model, opt, acts, grads) as w:
-        for _ in range(3):
-            if marked:
-                w.batch()
-            opt.step(closure)
-            n_calls.append(len(calls))
-
-    taken = slice(None, None, every)
-    means = [torch.cat(calls[a:b]).double().mean() for a, b in pairwise(n_calls)]
-    assert n_calls[1] == 4
-    for record in acts.record(), grads.record():
-        assert (record.value("count", "0") == 40 * np.diff(n_calls)[taken]).all()
-    np.testing.assert_allclose(acts.record().value("mean", "0"), means[taken], rtol=1e-5)
-    assert (grads.record().value("count", "0.weight") == 32).all()
-
-
 def test_a_recorder_is_read_without_its_model_which_it_does_not_keep():
     cbs = [ActivationStats(True, units=True), *recorders()[1:], FlightRecorder("report")]
     model = net(1)
@@ -226,25 +191,6 @@ def test_a_recorder_is_read_without_its_model_which_it_does_not_keep():
         AttributeError, match=r"'train_iter': the Learner or Watcher .* no longer exists"
     ):
         _ = acts.train_iter
-
-
-def test_a_callback_reads_a_loop_that_is_over_while_its_watcher_is_kept():
-    model, cb = net(1), Callback(after_fit=lambda self: None)
-    opt = sgd(model)
-
-    with watch(model, opt, cb) as w:
-        train(model, opt, 2)
-        assert cb.learn is w.loop
-
-    assert (cb.n_steps, cb.learn.model, cb.learn.fitting) == (2, model, False)
-    assert copy.deepcopy(cb).learn is None
-    cb.order = 3
-    with w:
-        assert cb.learn is w.loop
-    del w
-    gc.collect()
-    cb.order = 4
-    assert not hasattr(cb, "n_steps")
 
 
 def test_modules_that_come_during_a_run_are_warned_of_and_recorded_from_the_next_on():
@@ -342,28 +288,6 @@ def test_gradients_that_are_gone_before_the_step_is_over_are_recorded(within: bo
     assert (w.n_steps, record.names) == (3, ("0", "2", *used))
     np.testing.assert_allclose(record.value("rms")[2:] * roots, norms, rtol=1e-5)
     np.testing.assert_allclose(params.record().value("grad_norm"), norms, rtol=1e-5)
-
-
-def test_a_backward_that_raises_during_its_steps_ends_the_step_at_the_next_forward():
-    model, params = net(1), ParamStats()
-    opts = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
-    fails = iter([True, False, False])
-
-    def step(p: torch.Tensor) -> None:
-        opts[p].step()
-        opts[p].zero_grad()
-        if p is model[2].weight and next(fails):
-            raise ValueError("within")
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(step)
-    with watch(model, None, params) as w:
-        for x in batches(3):
-            with suppress(ValueError):
-                model(x).pow(2).sum().backward()
-
-    assert w.n_steps == 3
-    assert (params.record().value("update_norm")[:2] > 0).sum(1).tolist() == [2, 2]
 
 
 def test_a_step_within_the_backward_cannot_be_left_out():

@@ -49,11 +49,12 @@ class LoopHooks:
     Attributes:
         root_ran: a training forward of the model itself was seen.
         in_graph: the model ran inside a graph that `torch.compile` made of something around it.
+        loss_twice: the loss function was called again within a batch.
     """
 
     def __init__(self, model: nn.Module, loop: WatchedLoop) -> None:
         self.outer, self.loop = model, loop
-        self.root_ran = self.in_graph = False
+        self.root_ran = self.in_graph = self.loss_twice = False
         self._first_part: nn.Module | None = None  # the part that began the batch
         self._of_model: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
         self._begin()
@@ -63,6 +64,7 @@ class LoopHooks:
         self._depth, self._error = 0, None  # type: int, BaseException | None
         self._steps: list[Optimizer] = []  # under way: a step may call another's
         self._evaluates = self._evaluated = False  # the closure of a step
+        self._last_loss: Tensor | None = None  # of the loss function
         self._handle, self._on_parts, self._undo = Handle(), Handle(), list[Callable[[], None]]()
 
     @uninterrupted
@@ -167,7 +169,11 @@ class LoopHooks:
         if is_compiling() or not self.loop.training or not self._counts():
             return
         if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
-            self.loop.loss_computed(one_number(output), args)
+            self.loss_twice |= self._last_loss is not None and self.loop.loss is self._last_loss
+            if args:
+                self.loop.sensors.see_scores(module, args[0])
+            self.loop.report_loss(one_number(output))
+            self._last_loss = self.loop.loss
 
     # --- steps
 
