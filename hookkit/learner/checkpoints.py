@@ -91,11 +91,15 @@ def set_random_state(learn: Any, state: dict[str, Any]) -> None:
 
 
 def read(where: Path, who: str) -> dict[str, Any]:
-    """What `write` wrote, on the CPU; an OptionError if there is no such file."""
+    """What `write` wrote, or a state dict of a model, on the CPU.
+
+    Raises an OptionError if there is no such file.
+    """
     if not where.exists():
         there = ", ".join(sorted(p.stem for p in where.parent.glob("*.pth"))) or "no .pth file"
         raise OptionError(f"{who}: {where} does not exist. The folder has {there}.")
-    return torch.load(where, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+    state = torch.load(where, map_location="cpu", weights_only=True)
+    return state if "model" in state else {"model": state}
 
 
 def read_for_fit(where: Path, n_epoch: int) -> dict[str, Any]:
