@@ -109,15 +109,6 @@ def test_without_a_recorder_there_is_no_column() -> None:
         learn.fit(1)
 
 
-def test_validation_outside_a_fit_is_not_judged() -> None:
-    learn = scripted([1.0, 2.0], cbs=[EarlyStoppingCallback("score"), SaveModelCallback("score")])
-
-    learn.validate()
-    learn.get_preds()
-
-    assert learn.early_stopping.best is None
-
-
 # --- EarlyStoppingCallback
 
 
