@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hookkit.checks import check_number, kind_of
-from hookkit.devices import accelerator
-from hookkit.errors import ArgumentError, ModelRunError, OptionError, SelectionError
+from hookkit.checks import kind_of
+from hookkit.errors import ArgumentError, ModelRunError, SelectionError
 from hookkit.interrupts import Undo
 from hookkit.nested import is_container, leaves, parts_of, rebuilt
 
@@ -34,7 +33,6 @@ class DataLoaders:
 
     Raises:
         ArgumentError: a loader cannot be iterated over.
-        OptionError: `device` or `n_inp` cannot work.
 
     >>> batches = [(torch.ones(4, 2), torch.zeros(4))] * 3
     >>> dls = DataLoaders(batches, batches[:1])
@@ -54,9 +52,8 @@ class DataLoaders:
         for i, loader in enumerate(self.loaders):
             if i == 0 or loader is not None:
                 _check_loader(("train", "valid")[i] if i < 2 else "further", loader)
-        self.device = None if device is None else _device(device)
-        if n_inp is not None:
-            n_inp = check_number("DataLoaders", "n_inp", n_inp, 1, whole=True)
+        # an empty tensor knows the number of its device
+        self.device = None if device is None else torch.empty(0, device=device).device
         self.n_inp = n_inp
 
     @property
@@ -95,11 +92,7 @@ class DataLoaders:
         return iter(x for x in self.loaders if x is not None)
 
     def one_batch(self, i: int = 0) -> Any:
-        """The first batch of loader `i`, moved to `device` if there is one.
-
-        Neither torch's random numbers nor the loader's own generator move on, and no worker is
-        started. Raises a ModelRunError if there is no batch.
-        """
+        """The first batch of loader `i`, on `device`: no random numbers move on."""
         batch = first_batch(self[i], f"loader {i}")
         return batch if self.device is None else to_device(batch, self.device)
 
@@ -187,19 +180,6 @@ def _check_loader(role: str, loader: Any) -> None:
         f"The {role} loader is {kind_of(loader)}, which {why}. Give a torch DataLoader, a list of "
         f"batches, or any object that can be iterated over repeatedly."
     )
-
-
-def _device(device: torch.device | str | int) -> torch.device:
-    try:
-        named = torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise OptionError(
-            f"DataLoaders(device={device!r}): {first} Use 'cpu', 'cuda' or 'cuda:1'."
-        ) from None
-    if named.index is None and named.type == accelerator() != "cpu":  # as tensors there report it
-        return torch.device(named.type, torch.accelerator.current_device_index())
-    return named
 
 
 def first_batch(loader: Any, name: str) -> Any:

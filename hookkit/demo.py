@@ -85,22 +85,16 @@ def train(epochs: int, seed: int, device: str) -> Learner:
     return learn
 
 
-def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line's options; a bad value ends the program with a line and exit code 2."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, print, draw; the exit code."""
     p = argparse.ArgumentParser(prog="python -m hookkit.demo", description=__doc__.splitlines()[0])
     p.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the report")
     p.add_argument("--epochs", type=int, default=8, help="passes over the training digits")
     p.add_argument("--seed", type=int, default=42, help="of the split, the weights, the order")
     p.add_argument("--device", default=accelerator(), help="cpu, cuda, cuda:<n>, mps or xpu")
-    o = p.parse_args(argv)
-    if o.epochs < 1:
-        p.error(f"--epochs {o.epochs}: give 1 or more")
-    return o
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train, print, draw; the exit code."""
-    opts = options(argv)
+    opts = p.parse_args(argv)
+    if opts.epochs < 1:
+        p.error(f"--epochs {opts.epochs}: give 1 or more")
     opts.out.mkdir(parents=True, exist_ok=True)
     learn = train(opts.epochs, opts.seed, opts.device)
     stats = learn.activation_stats

@@ -16,7 +16,6 @@ from hookkit.callbacks import (
     SchedulerCallback,
     TrainEvalCallback,
 )
-from hookkit.data import DataLoaders
 from hookkit.errors import MissingExtraError, OptionError
 from hookkit.testing import mlp, synth_learner
 
@@ -50,17 +49,6 @@ def test_train_iter_and_pct_train_count_training_batches_of_the_fit() -> None:
     assert learn.pct_train == pytest.approx(1)
 
 
-@pytest.mark.parametrize(("order", "first"), [(-20, 0), (0, 1)])
-def test_the_count_is_raised_in_after_batch_at_order_minus_ten(order: int, first: int) -> None:
-    seen: list[int] = []
-    cb = Callback(after_batch=lambda cb: seen.append(cb.train_iter))
-    cb.order = order
-
-    quiet(n_trn=1, n_val=1, cbs=cb).fit(1)
-
-    assert seen[0] == first
-
-
 def test_a_fit_resets_a_model_that_can_be_and_a_validation_does_not() -> None:
     class Stateful(nn.Linear):
         resets = 0
@@ -74,10 +62,6 @@ def test_a_fit_resets_a_model_that_can_be_and_a_validation_does_not() -> None:
     learn.validate()
 
     assert learn.model.resets == 1
-
-
-def test_without_default_callbacks_there_are_none() -> None:
-    assert list(quiet(default_cbs=False).cbs) == []
 
 
 # --- GradientAccumulation
@@ -131,35 +115,6 @@ def test_no_step_event_fires_between_and_what_is_left_is_stepped_with() -> None:
     learn.remove_cb(GradientAccumulation)
     learn.fit(1)
     assert learn.n_steps == 3 + 5
-
-
-def test_what_is_left_of_an_epoch_of_unknown_length_is_no_part_of_the_next() -> None:
-    batches = [(torch.full((2, 1), float(i)), torch.ones(2, 1)) for i in range(1, 4)]
-
-    class Endless:
-        def __iter__(self) -> Any:
-            return iter(batches)
-
-    def trained(data: Any) -> torch.Tensor:
-        torch.manual_seed(0)
-        learn = quiet(data=data, cbs=GradientAccumulation(2))
-        learn.fit(2)
-        assert learn.n_steps == 2
-        return torch.cat(list(learn.model.parameters()))
-
-    assert trained(DataLoaders(Endless())).equal(trained(DataLoaders(batches[:2])))
-
-
-def test_the_recorded_loss_is_not_scaled() -> None:
-    torch.manual_seed(0)
-    a = quiet(n_trn=1)
-    torch.manual_seed(0)
-    b = quiet(n_trn=1, cbs=GradientAccumulation(4))
-
-    a.fit(1)
-    b.fit(1)
-
-    assert a.recorder.losses == b.recorder.losses
 
 
 def test_accumulation_over_no_batch_is_refused() -> None:
@@ -327,15 +282,6 @@ def test_a_plateau_is_of_the_epochs_loss(n_val: int) -> None:
 
     assert learn.recorder.lrs == [1e-6, 1e-6, 5e-7]
     assert learn.scheduler.scheduler.best == learn.recorder.values[0][-1]
-
-
-def test_a_schedule_by_step_needs_a_length() -> None:
-    class Endless:
-        def __iter__(self) -> Any:
-            return iter([(torch.ones(2, 1), torch.ones(2, 1))])
-
-    with pytest.raises(OptionError, match=r"length of the training loader, which has none\. Give"):
-        quiet(data=(Endless(), None)).fit_one_cycle(1)
 
 
 # --- ProgressCallback

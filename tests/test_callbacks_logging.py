@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from learners import quiet
@@ -28,7 +27,6 @@ from hookkit import (
     ranks,
     watch,
 )
-from hookkit.files import append_lines
 
 
 class Tracker:
@@ -104,17 +102,6 @@ def test_a_watched_loop_is_logged_too_and_not_again_by_its_watcher() -> None:
     assert len(tracker.got) == n
 
 
-def test_a_second_fit_goes_on() -> None:
-    tracker = Tracker()
-    learn = quiet(n_trn=3, cbs=LogTo(tracker))
-
-    learn.fit(1)
-    learn.validate()
-    learn.fit(1)
-
-    assert tracker.steps("loss") == list(range(6))
-
-
 def test_a_training_that_breaks_is_logged_up_to_there() -> None:
     def fail(cb: Any) -> None:
         if cb.train_iter == 4:
@@ -145,19 +132,6 @@ def test_a_dead_target_warns_once_and_the_training_goes_on() -> None:
     assert tracker.steps("loss") == list(range(20))
 
 
-def test_what_is_trained_does_not_depend_on_it() -> None:
-    torch.manual_seed(0)
-    plain = quiet()
-    torch.manual_seed(0)
-    logged = quiet(cbs=LogTo(Tracker(), every=1))
-
-    for learn in (plain, logged):
-        torch.manual_seed(1)
-        learn.fit(2)
-
-    assert torch.equal(plain.model.a, logged.model.a)
-
-
 def test_tensorboard_has_scalars_and_histograms(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -177,41 +151,6 @@ def test_tensorboard_has_scalars_and_histograms(tmp_path: Path) -> None:
 
     assert [e.step for e in events.Scalars("activation/std/0")] == list(range(5))
     assert [e.step for e in events.Histograms("activation/2")] == list(range(5))
-
-
-class Bars:
-    """As wandb and trackio show a histogram."""
-
-    def __init__(self, sequence: Any = None, np_histogram: Any = None) -> None:
-        self.counts, self.edges = np_histogram
-
-
-@pytest.mark.parametrize("n_bins", [20, 1000])
-def test_a_trackers_own_histograms_have_the_recorded_counts(
-    n_bins: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.modules[Tracker.__module__], "Histogram", Bars, raising=False)
-    tracker, model = Tracker(), nn.Linear(2, 4)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    stats = ActivationStats(with_hist=True, bins=(-1, 1, n_bins))
-    with watch(model, opt, stats) as w:
-        for _ in range(5):
-            model(torch.randn(8, 2)).pow(2).mean().backward()
-            opt.step()
-    tracker.fails_at = 3
-    with pytest.raises(ConnectionError):
-        w.log_to(tracker)
-    tracker.fails_at = None
-    w.log_to(tracker)  # what was sent is not sent again
-
-    name = "activation/histogram/model"
-    assert tracker.steps(name) == list(range(5))
-    for step, values in tracker.got:
-        bars, recorded = values[name], stats.record().hist[0, :, step]
-        assert bars.counts.sum() == recorded.sum() == 32
-        assert len(bars.counts) + 1 == len(bars.edges) <= 513
-        assert np.isfinite(bars.edges).all()
-        assert (np.diff(bars.edges) > 0).all()
 
 
 @pytest.mark.parametrize("name", ["run.csv", "run.jsonl"])
@@ -299,30 +238,6 @@ def test_a_second_fit_begins_a_new_file_or_appends(append: bool, n: int, tmp_pat
 
 
 # --- lines
-
-
-def test_lines_are_added_below_an_unfinished_one(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b.txt"
-    append_lines(path, ["one"])
-    path.write_text("one\ntw")
-
-    append_lines(path, ["three", "four"])
-
-    assert path.read_text() == "one\ntw\nthree\nfour\n"
-
-
-def test_after_an_error_the_file_ends_as_before(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    append_lines(path, ["one"])
-
-    def lines() -> Any:
-        yield "two"
-        raise OSError(28, "disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        append_lines(path, lines())
-
-    assert path.read_text() == "one\n"
 
 
 LOOP = """

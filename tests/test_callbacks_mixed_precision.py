@@ -193,22 +193,6 @@ def test_a_validation_within_a_batch_leaves_the_batch_in_half_precision() -> Non
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_each_fit_has_a_scaler_of_its_own() -> None:
-    scalers: list[Any] = []
-    learn = learner(
-        MixedPrecision(init_scale=4.0),
-        Callback(before_batch=lambda cb: scalers.append(cb.learn.scaler)),
-    )
-    learn.fit(1)
-    learn.fit(1)
-
-    assert len({id(s) for s in scalers}) == 2
-    assert scalers[0].get_scale() == 4.0
-    learn.remove_cbs(MixedPrecision)
-    learn.fit(1)
-    assert scalers[-1] is None
-
-
 def test_options_that_would_do_nothing_are_errors() -> None:
     with pytest.raises(OptionError, match=r'amp_mode=.*"fp16", "bf16"'):
         MixedPrecision("fp8")

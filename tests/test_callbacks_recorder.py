@@ -3,7 +3,6 @@
 from itertools import pairwise
 from typing import Any
 
-import made
 import numpy as np
 import pytest
 import torch
@@ -12,21 +11,9 @@ from torch import Tensor, nn
 
 from hookkit import DataLoaders, Learner, watch
 from hookkit.callbacks import Callback, GradientAccumulation, Recorder, TrainEvalCallback
-from hookkit.callbacks.metrics import Mean
 from hookkit.errors import ArgumentError
 from hookkit.events import CancelBatchException, CancelTrainException, CancelValidException
 from hookkit.stats import FlightRecorder
-
-
-def new_axes() -> Any:
-    return pytest.importorskip("matplotlib.figure").Figure().subplots()
-
-
-def plot_loss(*args: Any, **kwargs: Any) -> Any:
-    pytest.importorskip("matplotlib")
-    from hookkit.plotting import plot_loss
-
-    return plot_loss(*args, **kwargs)
 
 
 def mae(pred: Tensor, y: Tensor) -> Tensor:
@@ -187,14 +174,6 @@ def test_a_collection_has_a_column_for_each_of_its_metrics(train: bool) -> None:
     for part in parts:
         assert row[f"{part}worst"] > row[f"{part}mae"] > 0
     assert len(learn.recorder.log) == len(learn.recorder.metric_names) == 7 + 3 * train
-
-
-def test_a_metric_that_computes_a_dict_is_one_column() -> None:
-    class Rouge(Counting):
-        def compute(self) -> Any:
-            return {"n": torch.tensor(self.n), "rows": 4}
-
-    assert quiet(metrics=Rouge()).validate()[1] == {"n": 32, "rows": 4}
 
 
 class OfFastai:
@@ -372,22 +351,6 @@ def test_a_skipped_step_leaves_the_losses_and_their_average_alone(n_acc: int) ->
     assert [v[0] for v in learn.recorder.values] == pytest.approx([v[0] for v in truth.values])
 
 
-def test_a_loss_that_is_not_reduced_is_recorded_by_its_mean() -> None:
-    class PerSample(nn.Module):
-        def forward(self, pred: Tensor, y: Tensor) -> Tensor:
-            return (pred - y) ** 2
-
-    learn = quiet(loss_func=PerSample(), cbs=Callback(after_loss=_reduce))
-
-    learn.fit(1)
-
-    assert len(learn.recorder.losses) == 3
-
-
-def _reduce(cb: Any) -> None:
-    cb.learn.loss_grad = cb.learn.loss_grad.mean()
-
-
 def test_losses_of_batches_made_by_hand_are_smoothed() -> None:
     learn = quiet()
     learn.create_opt()
@@ -416,35 +379,3 @@ def test_nothing_is_read_from_the_device_during_an_epoch(monkeypatch: Any) -> No
 
     per_batch = [b[len(a) :] for a, b in pairwise(seen[:4])]
     assert per_batch == [[], [], []]
-
-
-def test_a_metric_may_give_several_numbers() -> None:
-    m = Mean(lambda pred, y: pred.mean(0))
-
-    m.update(torch.tensor([[1.0, 2.0]]), torch.zeros(1))
-
-    assert m.compute().tolist() == [1.0, 2.0]
-
-
-def test_the_loss_alone_is_drawn_on_axes_of_the_users() -> None:
-    ax = new_axes()
-
-    assert plot_loss(made.run(n=300, epoch=100), 20, False, ax=ax) is ax
-    assert ax.lines[0].get_xdata()[0] == 20
-    assert "validation loss" not in [line.get_label() for line in ax.lines]
-
-
-def test_the_validation_loss_begins_where_the_training_loss_does() -> None:
-    ax = new_axes()
-    plot_loss(made.run(n=300, epoch=100), 150, ax=ax)
-    (valid,) = [line for line in ax.lines if line.get_label() == "validation loss"]
-
-    assert min(valid.get_xdata()) >= 150
-
-
-def test_the_recorder_draws_the_loss_where_it_is_reported() -> None:
-    ax = new_axes()
-    learn = quiet()
-    learn.fit(1)
-
-    assert learn.recorder.plot_loss(1, with_valid=False, ax=ax) is ax

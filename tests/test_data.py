@@ -15,7 +15,7 @@ from torch.utils.data import (
 )
 
 from hookkit.data import DataLoaders, batch_size, split_batch, to_device
-from hookkit.errors import ArgumentError, ModelRunError, OptionError, SelectionError
+from hookkit.errors import ArgumentError, ModelRunError, SelectionError
 
 BATCHES = [(torch.ones(4, 2), torch.zeros(4))] * 3
 
@@ -54,16 +54,6 @@ def test_an_unknown_loader_is_an_error() -> None:
         DataLoaders(BATCHES)[1]
     with pytest.raises(SelectionError, match="there is no loader 5"):
         DataLoaders(BATCHES)[5]
-
-
-def test_the_name_of_a_device_must_exist() -> None:
-    with pytest.raises(OptionError, match=r"device='toaster'\): .*Use 'cpu'"):
-        DataLoaders(BATCHES, device="toaster")
-
-
-def test_n_inp_must_leave_an_input() -> None:
-    with pytest.raises(OptionError, match=r"n_inp=0.* whole number from 1"):
-        DataLoaders(BATCHES, n_inp=0)
 
 
 def test_one_batch_draws_no_random_numbers() -> None:

@@ -101,10 +101,6 @@ def test_a_pass_without_learning_fires_the_validation_inside_fit_and_epoch(verb:
     assert events_of(lambda learn: getattr(learn, verb)()) == VALIDATE
 
 
-def test_inner_predictions_fire_validation_alone() -> None:
-    assert events_of(lambda learn: learn.get_preds(inner=True)) == VALIDATE[2:-2]
-
-
 def test_with_learn_fires_fit_and_epoch_also_after_an_error() -> None:
     def body(learn: Any) -> None:
         with pytest.raises(RuntimeError, match=r"boom"), learn:

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import re
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from hookkit import (
     ActivationStats,
     Hook,
     HookCallback,
-    HookkitWarning,
     Hooks,
     dummy_eval,
     has_params,
@@ -297,22 +295,6 @@ def test_histograms_are_recorded_on_request() -> None:
 # --- the names of fastai v1
 
 
-@pytest.mark.parametrize(
-    ("owner", "word", "now"),
-    [
-        ("recorder", "plot", "plot_loss()"),
-        ("recorder", "plot_losses", "plot_loss()"),
-        ("recorder", "val_losses", "values"),
-        ("activation_stats", "do_remove", "remove_end"),
-    ],
-)
-def test_an_attribute_of_v1_is_answered_with_its_name(owner: str, word: str, now: str) -> None:
-    learn = synth_learner(cbs=ActivationStats())
-
-    with pytest.raises(AttributeError, match=rf"{word}.* fastai v1\. Use `{re.escape(now)}`"):
-        getattr(getattr(learn, owner), word)
-
-
 @pytest.mark.parametrize("word", ["shape", "size", "mean"])
 def test_stats_as_v1s_tensor_are_answered_with_the_method(word: str) -> None:
     learn = synth_learner(n_trn=2, cbs=ActivationStats(modules=""))
@@ -324,27 +306,3 @@ def test_stats_as_v1s_tensor_are_answered_with_the_method(word: str) -> None:
         getattr(stats, word)
     assert stats.tensor().shape == (2, 1, 2)
     assert copy.deepcopy(stats)[0][0]["mean"] == stats[0][0]["mean"]
-
-
-def test_an_event_of_v1_is_answered_with_its_name() -> None:
-    with pytest.warns(HookkitWarning, match=r"Old\.on_batch_end .* Did you mean `after_batch`"):
-        type("Old", (HookCallback,), {"on_batch_end": lambda self: None})
-
-
-def test_an_event_of_another_library_is_its_own() -> None:
-    class Other:
-        def on_epoch_end(self) -> None:
-            """A callback of the other library."""
-
-    class Both(HookCallback, Other):
-        def on_epoch_end(self) -> None:
-            """No warning."""
-
-    assert Both().name == "both"
-
-
-def test_a_misspelt_attribute_of_a_callback_gets_the_nearest() -> None:
-    learn = synth_learner()
-
-    with pytest.raises(AttributeError, match=r"nearest in Recorder: plot_loss"):
-        _ = learn.recorder.plt_loss

@@ -12,7 +12,6 @@ from typing import IO, Any
 import numpy as np
 import pytest
 import torch
-from hookkit.learner.saving import save_state
 from interrupting import interrupted_everywhere, left_behind
 from processes import started
 from torch import nn
@@ -44,7 +43,7 @@ def page(path: Path) -> None:
 WRITERS: dict[str, Write] = {
     "run.npz": lambda path: records.save(record(), path),
     "run.csv": lambda path: records.to_csv(record(), path),
-    "net.pth": lambda path: save_state(path, {"model": nn.Linear(2, 2).state_dict()}),
+    "net.pth": lambda path: Learner(None, nn.Linear(2, 2)).save(path.absolute()),
     "picture.png": picture,
     "page.html": page,
 }

@@ -1,12 +1,9 @@
 """Learner: every way to use one, on every kind of batch; nothing left behind; clear errors."""
 
 import copy
-import importlib.util
 import pickle
 import re
 from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,8 +20,7 @@ from hookkit.errors import ArgumentError, HookError, ModelRunError, OptionError
 from hookkit.events import CancelFitException, CancelStepException
 from hookkit.learner import Learner
 from hookkit.recording import HookCallback
-from hookkit.records import Run, as_run
-from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
+from hookkit.stats import ActivationStats, GradientStats
 from hookkit.testing import RegModel, mlp, synth_dbunch, synth_learner
 
 # --- it trains
@@ -49,17 +45,6 @@ def test_a_fit_is_the_plain_loop_to_the_bit() -> None:
         assert p.equal(q)
 
 
-def test_it_learns_the_line() -> None:
-    torch.manual_seed(0)
-    learn = quiet(n_trn=20, lr=0.1)
-
-    learn.fit(5)
-
-    a, b = (p.item() for p in learn.model.parameters())
-    assert (a, b) == pytest.approx((2, 3), abs=0.1)
-    assert learn.recorder.values[-1][1] < 0.02
-
-
 def test_the_optimizer_is_made_once_unless_a_new_one_is_wanted() -> None:
     learn = quiet()
     assert learn.opt is None
@@ -81,15 +66,6 @@ def test_a_fit_may_begin_with_a_later_epoch() -> None:
     learn.fit(4, start_epoch=2)
 
     assert epochs == [2, 3]
-
-
-def test_the_state_of_the_batch_is_let_go_after_a_fit() -> None:
-    learn = quiet()
-
-    learn.fit(1)
-
-    state = (learn.dl, learn.xb, learn.yb, learn.pred, learn.loss, learn.training)
-    assert state == (None, (None,), (None,), None, None, False)
 
 
 def test_the_log_is_printed_under_a_header_with_five_digits(capsys: Any) -> None:
@@ -254,21 +230,6 @@ def test_a_loss_function_gets_the_mapping_as_its_target() -> None:
     assert learn.n_steps == 3
 
 
-def test_a_mapping_inside_a_tuple_is_one_input() -> None:
-    class Takes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(1, 1)
-
-        def forward(self, d: dict[str, Tensor]) -> Tensor:
-            out: Tensor = self.fc(d["x"])
-            return out
-
-    data = [({"x": torch.ones(4, 1)}, torch.ones(4, 1))] * 2
-
-    plain((data, data), Takes(), loss_func=nn.MSELoss()).fit(1)
-
-
 def test_any_iterable_is_a_loader() -> None:
     class Batches:
         def __iter__(self) -> Iterator[Any]:
@@ -310,15 +271,6 @@ def test_a_generator_is_used_up_and_reported() -> None:
 
     with pytest.raises(ModelRunError, match=r"gave no batch. A generator can be read only once"):
         learn.fit(2)
-
-
-def test_batches_without_targets_are_predicted() -> None:
-    learn = quiet()
-
-    preds, targets = learn.get_preds(dl=[(torch.ones(2, 1),), torch.ones(3, 1)])
-
-    assert preds.shape == (5, 1)
-    assert targets == ()
 
 
 # --- the loss
@@ -368,12 +320,6 @@ def test_a_loss_that_is_not_reduced_keeps_pytorchs_error_and_says_what_it_was() 
         quiet(loss_func=nn.MSELoss(reduction="none")).fit(1)
 
     assert caught.value.__notes__ == ["the loss was 16×1, epoch 0, batch 0 (training)"]
-
-
-def test_predicting_needs_no_loss() -> None:
-    preds, _ = plain(synth_dbunch(n_valid=2), RegModel()).get_preds()
-
-    assert preds.shape == (32, 1)
 
 
 # --- validate and get_preds
@@ -459,15 +405,6 @@ def test_predictions_of_a_model_that_reuses_its_output_are_kept_apart() -> None:
     assert preds.flatten().tolist() == [0, 0, 1, 1, 2, 2]
 
 
-def test_get_preds_leaves_no_callback_with_the_predictions_behind() -> None:
-    learn = quiet()
-
-    learn.get_preds()
-
-    assert not hasattr(learn, "gather_preds")
-    assert learn.final_record is None
-
-
 def test_validate_takes_a_loader_by_number_or_by_itself() -> None:
     learn = quiet()
     batches = list(learn.dls.valid)
@@ -528,69 +465,6 @@ def test_validating_during_a_batch_leaves_its_record_alone(
 # --- what was recorded
 
 
-class MyStats(ActivationStats):
-    """Somebody's own."""
-
-
-class MyFlight(FlightRecorder):
-    """Likewise."""
-
-
-def test_a_subclass_of_a_recorder_is_part_of_the_run() -> None:
-    flight = MyFlight("report")
-    learn = quiet(cbs=[MyStats(modules=""), flight], lr=1e30)
-
-    learn.fit(1)
-
-    run = learn.run_record()
-    assert run.activations is learn.my_stats.record()
-    assert run.incidents == flight.incidents != ()
-
-
-def test_what_was_recorded_goes_to_other_tools_as_from_the_run(tmp_path: Path) -> None:
-    learn = quiet(cbs=[ActivationStats(modules="", with_hist=True), ParamStats()])
-    logged: list[tuple[Any, ...]] = []
-    writer = SimpleNamespace(
-        add_scalar=lambda *a: logged.append(a),
-        add_histogram_raw=lambda *a, **facts: logged.append((*a, str(facts))),
-    )
-
-    learn.fit(1)
-
-    run = learn.run_record()
-    path = learn.to_csv(tmp_path / "learn.csv")
-    assert path.read_text() == run.to_csv(tmp_path / "run.csv").read_text()
-    assert path.read_text().count("\n") > 10
-    learn.log_to(writer)
-    of_learner, logged[:] = list(logged), []
-    run.log_to(writer)
-    assert of_learner == logged != []
-    if importlib.util.find_spec("pandas"):
-        assert learn.to_df().equals(run.to_df())
-        assert learn.compare(run).ratio.tolist() == [1.0]
-
-
-def test_a_recorder_by_itself_is_its_own_record(tmp_path: Path) -> None:
-    stats = ActivationStats()
-    learn = quiet(cbs=[stats, ParamStats()])
-    learn.fit(1)
-
-    assert as_run(stats) == Run(stats.record())
-    assert Run.load(stats.save(tmp_path / "stats.npz")) == Run(stats.record())
-    assert as_run(learn) == learn.run_record()
-    with pytest.raises(ArgumentError, match=r"the class ActivationStats was given, and"):
-        as_run(ActivationStats)
-
-
-def test_a_record_goes_where_its_kind_belongs() -> None:
-    learn = quiet(cbs=ActivationStats(modules="", is_forward=False))
-
-    learn.fit(1)
-
-    run = learn.run_record()
-    assert (run.activations, run.gradients) == (None, learn.activation_stats.record())
-
-
 # --- saving
 
 
@@ -603,14 +477,6 @@ def test_the_training_loop_shows_events_and_who_listens() -> None:
     assert repr(text) == str(text)
     assert "after_pred: [EventLog]" in text
     assert text.index("before_fit") < text.index("before_train") < text.index("after_pred")
-
-
-def test_the_repr_says_what_it_is_made_of() -> None:
-    text = repr(quiet())
-
-    assert text == "Learner(RegModel, DataLoaders(3 + 2 batches, device=cpu), " + (
-        "cbs=[TrainEvalCallback, Recorder])"
-    )
 
 
 def test_a_run_record_holds_losses_by_step_and_rows_by_epoch() -> None:
@@ -646,11 +512,6 @@ def test_a_model_in_the_place_of_the_data_is_told_that_they_come_first(second: A
 def test_data_must_be_loaders(dls: Any) -> None:
     with pytest.raises(ArgumentError, match=r"Give DataLoaders\(train, valid\), the pair"):
         Learner(dls, RegModel())
-
-
-def test_a_loss_must_be_a_function() -> None:
-    with pytest.raises(ArgumentError, match=r"loss_func='mse'.*found a str"):
-        Learner(synth_dbunch(), RegModel(), "mse")  # type: ignore[arg-type]
 
 
 def test_an_optimizer_in_place_of_its_class_is_reported() -> None:
@@ -731,16 +592,6 @@ def test_a_cancel_that_comes_too_late_says_where_it_works(event: str, error: Any
     assert f"Raise it from before_{part} on, and before after_{part}" in caught.value.__notes__[0]
 
 
-def test_a_cancel_of_what_a_validation_has_not_says_so() -> None:
-    def cancel(self: Any) -> None:
-        raise CancelFitException
-
-    with pytest.raises(CancelFitException) as caught:
-        quiet(cbs=Callback(after_loss=cancel)).validate()
-
-    assert "was raised outside the part of the fit that it ends" in caught.value.__notes__[0]
-
-
 @pytest.mark.parametrize(
     ("inside", "said"),
     [(lambda learn: learn.fit(1), "fit was called"), (lambda learn: learn.__enter__(), "`with le")],
@@ -792,18 +643,6 @@ def test_ctrl_c_ends_the_fit_and_cleans_up() -> None:
     assert (learn.fitting, learn.training, learn.pred, len(learn.cbs)) == (False, False, None, 2)
 
 
-def test_a_cancelled_fit_is_a_fit_that_ended_well() -> None:
-    def stop(cb: Any) -> None:
-        raise CancelFitException
-
-    learn = quiet(cbs=Callback(after_train=stop))
-
-    learn.fit(5)
-
-    assert learn.n_steps == 3
-    assert not learn.fitting
-
-
 # --- devices
 
 
@@ -851,18 +690,6 @@ def test_a_learner_can_be_copied_and_pickled_and_goes_on() -> None:
         assert other.recorder.learn is other
 
     assert len(learn.recorder.losses) == 3
-
-
-def test_one_loader_is_enough_to_train_and_to_summarise() -> None:
-    data = torch.utils.data.TensorDataset(torch.randn(8, 3), torch.randn(8, 1))
-    learn = Learner(torch.utils.data.DataLoader(data, 4), nn.Linear(3, 1), nn.MSELoss())
-
-    with learn.no_logging():
-        learn.fit(1)
-
-    assert learn.n_steps == 2
-    assert learn.dls.valid is None
-    assert "4 x 1" in learn.summary()
 
 
 def test_the_training_data_are_predicted_in_order_and_whole() -> None:

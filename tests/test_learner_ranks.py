@@ -199,8 +199,9 @@ def work(rank: int, folder: Path) -> None:
 
 def refused(learner: Any) -> None:
     """What accelerate would do otherwise than expected is an error, or a warning."""
-    with pytest.raises(OptionError, match="with even_batches=False some ranks have a batch more"):
-        context(learner(None), even_batches=False).__enter__()
+    plugin = accelerate.utils.FullyShardedDataParallelPlugin(fsdp_version=2)
+    with pytest.raises(OptionError, match="shards over processes on devices only, and would ig"):
+        learner(None).distrib_ctx(cpu=True, fsdp_plugin=plugin).__enter__()
     part = DataLoader(data(40), BS, sampler=SubsetRandomSampler(range(11)))
     said = "A validation loader has another length, so they may count"
     with pytest.warns(HookkitWarning, match=said), context(learner(part)):

@@ -273,7 +273,7 @@ def test_fastais_own_scaler_is_found():
         cb, dls = GradientStats(), DataLoaders([(b, b) for b in x], [])
         learn = Learner(dls, model, nn.MSELoss(), OptimWrapper, lr=0.001, cbs=list(more))
         learn.opt_func = lambda p, lr: OptimWrapper(p, torch.optim.SGD, lr=lr)
-        with learn.no_bar(), learn.no_logging(), watch(model, None, cb):
+        with learn.no_logging(), watch(model, None, cb):
             learn.fit(1)
         return cb.record().value("rms")
 

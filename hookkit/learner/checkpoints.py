@@ -23,7 +23,7 @@ from hookkit.modules import unwrap
 
 def write(learn: Any, where: Path, with_opt: bool) -> None:
     """Writes the training as it stands: rank 0 does, and the others wait for it."""
-    sharded, with_opt = getattr(learn.accelerator, "is_fsdp2", False), with_opt and bool(learn.opt)
+    sharded = getattr(learn.accelerator, "is_fsdp2", False)
     if sharded and with_opt:
         raise OptionError(
             "save: the optimizer's state is sharded. Use learn.save(…, with_opt=False), or "
@@ -32,7 +32,7 @@ def write(learn: Any, where: Path, with_opt: bool) -> None:
     model = learn.model
     weights = learn.accelerator.get_state_dict(model) if sharded else unwrap(model).state_dict()
     state = {"model": weights}
-    if with_opt:
+    if with_opt and learn.opt is not None:
         state |= {"opt": learn.opt.state_dict(), "fit": _fit_state(learn)}
     if ranks.rank() == 0:
         with atomic_write(where) as f:
@@ -58,13 +58,13 @@ def _schedulers(learn: Any) -> list[SchedulerCallback]:
     return [cb for cb in cbs if isinstance(cb, SchedulerCallback) and hasattr(cb, "scheduler")]
 
 
-def _schedule(learn: Any, cb: SchedulerCallback) -> dict[str, Any]:
+def _schedule(learn: Any, cb: SchedulerCallback) -> tuple[int, dict[str, Any]]:
     if cb.by_epoch and learn.fitting and cb.epochs_done != learn.epochs_done:
         raise OptionError(
             f"save: in this `after_epoch` {cb!r} comes later, so the file would have the schedule "
             f"of the epoch before. Set `order = {cb.order + 1}` on the callback that saves."
         )
-    return {"n_steps": cb.n_steps, **cb.scheduler.state_dict()}
+    return cb.n_steps, cb.scheduler.state_dict()
 
 
 def random_state(learn: Any) -> dict[str, Any]:
@@ -91,27 +91,25 @@ def set_random_state(learn: Any, state: dict[str, Any]) -> None:
 
 
 def read(where: Path, who: str) -> dict[str, Any]:
-    """What `write` wrote, on the CPU; an OptionError if there is no such file, or another."""
+    """What `write` wrote, or a state dict of a model, on the CPU.
+
+    Raises an OptionError if there is no such file.
+    """
     if not where.exists():
         there = ", ".join(sorted(p.stem for p in where.parent.glob("*.pth"))) or "no .pth file"
         raise OptionError(f"{who}: {where} does not exist. The folder has {there}.")
     state = torch.load(where, map_location="cpu", weights_only=True)
-    if not isinstance(state, dict) or "model" not in state:
-        raise OptionError(
-            f"{who}: {where} has no entry 'model', so learn.save did not write it. A state dict "
-            f"goes to learn.model.load_state_dict(…)."
-        )
-    return state
+    return state if "model" in state else {"model": state}
 
 
 def read_for_fit(where: Path, n_epoch: int) -> dict[str, Any]:
     """A file that a fit of `n_epoch` epochs can go on from; else an OptionError."""
     state = read(where, "fit(resume=…)")
     done = state.get("fit", {}).get("epoch")
+    why = f"{done} epochs are done in it, of {n_epoch} in all"
+    if done is None:
+        why = "it was saved without the optimizer, or within an epoch"
     if done is None or done > n_epoch:
-        why = f"{done} epochs are done in it, of {n_epoch} in all"
-        if done is None:
-            why = "it was saved without the optimizer, or within an epoch"
         raise OptionError(
             f"fit(resume=…): {where} cannot be gone on from: {why}. Use a file that learn.save "
             f"wrote in `after_epoch`; or learn.load(…) and fit(…, start_epoch=…)."
@@ -131,15 +129,16 @@ def take_weights(learn: Any, state: dict[str, Any], with_opt: bool, strict: bool
 def take_up(learn: Any, state: dict[str, Any]) -> None:
     """All of `state`, in a fit that has had its `before_fit`; an OptionError if it does not fit."""
     fit, cbs = state["fit"], _schedulers(learn)
-    if [cb.n_steps for cb in cbs] != [of_one["n_steps"] for of_one in fit["schedules"]]:
+    lengths, own = [n for n, _ in fit["schedules"]], [cb.n_steps for cb in cbs]
+    if lengths != own:
         raise OptionError(
-            f"fit(resume=…): the file has schedules of {[s['n_steps'] for s in fit['schedules']]} "
-            f"steps, and this fit of {[cb.n_steps for cb in cbs]}. Give the same number of epochs, "
-            f"callbacks and batches; or learn.load(…) and fit(…, start_epoch={fit['epoch']})."
+            f"fit(resume=…): the file has schedules of {lengths} steps, and this fit of {own}. "
+            f"Give the same number of epochs, callbacks and batches; or learn.load(…) and "
+            f"fit(…, start_epoch={fit['epoch']})."
         )
     take_weights(learn, state, with_opt=True)
-    for cb, of_one in zip(cbs, fit["schedules"], strict=True):
-        cb.scheduler.load_state_dict({k: v for k, v in of_one.items() if k != "n_steps"})
+    for cb, (_, schedule) in zip(cbs, fit["schedules"], strict=True):
+        cb.scheduler.load_state_dict(schedule)
     if learn.step_scaler is not None and fit["scaler"] is not None:
         learn.step_scaler.load_state_dict(fit["scaler"])
     learn.n_steps = fit["n_steps"]

@@ -60,7 +60,7 @@ def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterat
     options = {"cpu": not torch.accelerator.is_available(), **options}
     engine = accelerator or Accelerator(**options)
     learn._needs_data("distrib_ctx")
-    _check(engine, learn.dls.loaders)
+    _check(engine, learn.dls.loaders, options)
     if learn.opt is None:
         learn.create_opt()
     plain = {name: getattr(learn, name) for name in ("model", "opt", "logger")}
@@ -78,19 +78,19 @@ def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterat
         learn.accelerator, learn.dls.loaders, learn.dls.device = None, loaders, device
 
 
-def _check(engine: Any, loaders: list[Any]) -> None:
+def _check(engine: Any, loaders: list[Any], options: dict[str, Any]) -> None:
     """An OptionError, or a warning, about what accelerate would do otherwise than expected."""
+    if options.get("fsdp_plugin") is not None and "FSDP" not in str(engine.distributed_type):
+        raise OptionError(
+            "distrib_ctx: accelerate shards over processes on devices only, and would ignore the "
+            "fsdp_plugin here. Leave it out, for DDP; or watch a loop of your own with FSDP2."
+        )
     n = max(int(os.environ.get("WORLD_SIZE", 1)), ranks.world_size())
     if n > 1 and engine.num_processes == 1:
         raise OptionError(
             f"distrib_ctx: {n} processes were started, and accelerate sees one alone. On CPUs make "
             f"it with Accelerator(cpu=True), or give no accelerator; the first one that a process "
             f"makes decides for all of its later ones."
-        )
-    if n > 1 and not engine.even_batches:
-        raise OptionError(
-            "distrib_ctx: with even_batches=False some ranks have a batch more, for which they "
-            "would wait for the others. Leave it out: rows that accelerate adds are not counted."
         )
     if n > 1 and any(_counts_padding(engine, dl) for dl in loaders[1:]):
         warnings.warn(

@@ -88,11 +88,9 @@ class Predicting(Loop):
     def predict(self, item: Any, *, act: Callable[[Any], Any] | None = None) -> Any:
         """The model's output for one sample, on the CPU and without a batch dimension.
 
-        The sample becomes a batch of one as the loader makes its batches (`collate_fn`), and goes
-        through `get_preds`: nothing changes. Unlike fastai's it is not decoded.
-
         Args:
-            item: what the data set has: inputs with targets, or an input alone.
+            item: what the data set has: inputs with targets, or an input alone. It becomes a batch
+                of one by the loader's `collate_fn`.
             act: applied to the output: `lambda pred: pred.softmax(-1)`.
 
         >>> from hookkit.testing import synth_learner
