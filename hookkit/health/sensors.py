@@ -5,10 +5,12 @@ and its autograd graph, gradients that outlive a step), in the first steps only;
 from the device before `read`, which gives these keys of `Run.info`, each only where it is known:
 
     loss_func       str: the loss in the graph, such as "cross_entropy", if the loop has no own
+    minus_loss      str: the same, if backward() is called on minus that
     n_classes       int: size of the classes' dimension of a cross entropy
     loss_input      str: what it is given wrongly: "Softmax", "Sigmoid", "scores", "probabilities"
     softmax_dim     str: the dimension of the softmax before a loss, if it is not over the classes
     broadcast       str: the shapes of a prediction and a target that are compared all with all
+    loss_graph      True: the graph of the loss was seen
     batches         [n, different]: of the first n steps, how many saw another batch
     kept_gradients  [k, n]: of the first n steps, how many used the gradient of the step before, too
     eval_steps      [k, n]: of all n steps, how many were made in eval mode
@@ -21,7 +23,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 from threading import get_ident
-from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from hookkit.devices import widest_float
 from hookkit.health.kept_gradients import KeptGradients
+from hookkit.health.loss_graph import loss_facts
 from hookkit.hooks.snapshot import is_transforming
 from hookkit.moments.moments import plain
 from hookkit.nested import leaves
@@ -73,7 +75,8 @@ class Sensors:
 
     def __init__(self) -> None:
         self._kept = KeptGradients()
-        self._graph: dict[str, Any] | None = None
+        self._reported: dict[str, Any] | None = None  # what the graph of the loss shows
+        self._root: dict[str, Any] | None = None  # and that of what backward() is called on
         self._named = False
         self._tries = _TRIES
         self._n_classes = 0
@@ -105,24 +108,26 @@ class Sensors:
 
         Args:
             loss_func: the loop's loss function, or None if it is not known.
-            pred: any structure. Until the loss's graph is known, the first backward pass through it
-                is asked where it began: a loss that is reported as a number is seen by that.
+            pred: any structure. The first backward pass through it is asked where it began: so a
+                loss that is reported as a number is seen, and one whose sign is turned.
             fed: `pred` is the loss's own first input, so that dimension 1 is that of the classes.
         """
         self._named |= loss_func is not None
-        if self._graph is None and self._tries > 0 and not is_transforming():
+        if self._root is None and self._tries > 0 and not is_transforming():
             self._tries -= 1
             made = (t.grad_fn for t in leaves(pred) if t.grad_fn is not None)
             if (node := next(made, None)) is not None:
                 node.register_prehook(partial(self._see_backward, get_ident()))
-        by_class = "crossentropy" in (loss_name(loss_func) or "").lower().replace("_", "")
-        if by_class and isinstance(pred, Tensor) and (pred.ndim == 2 or (fed and pred.ndim > 2)):
+        name = (loss_name(loss_func) or "").lower().replace("_", "")
+        by_class = name.startswith("crossentropy") and isinstance(pred, Tensor)
+        mean = getattr(loss_func, "reduction", "mean") == "mean"
+        if by_class and mean and not pred.is_nested and (pred.ndim == 2 or (fed and pred.ndim > 2)):
             self._n_classes = self._n_classes or pred.shape[1]
 
     def _see_backward(self, thread: int, grads: Any) -> None:
         """A backward pass, called by a thread, has reached the model's output."""
-        if self._graph is None and (root := _root(thread)) is not None:
-            self._graph = _facts(root)
+        if self._root is None and (root := _root(thread)) is not None:
+            self._root = loss_facts(root)
 
     def see_loss(self, loss: Tensor, params: Iterable[Tensor] = ()) -> None:
         """The loss of a batch, in its graph: the first one that has a graph is read.
@@ -131,8 +136,8 @@ class Sensors:
             loss: one number, live or detached.
             params: what is trained: whether it changes without a step that was seen.
         """
-        if self._graph is None and loss.grad_fn is not None and not torch.compiler.is_compiling():
-            self._graph = _facts(loss.grad_fn)
+        if self._reported is None and loss.grad_fn is not None:
+            self._reported = loss_facts(loss.grad_fn)
         if self._first is None and not is_transforming():
             with torch.no_grad():
                 self._first = [(ref(p), mark) for p in params for mark in marks([p])]
@@ -158,7 +163,9 @@ class Sensors:
     def read(self) -> dict[str, Any]:
         """The facts, as listed at the top of this file. Sync: a few, for small tensors."""
         facts: dict[str, Any] = {"n_classes": self._n_classes} if self._n_classes else {}
-        facts |= self._graph or {}
+        facts |= {**(self._root or {}), **(self._reported or {})}
+        if self._root is not None or self._reported is not None:
+            facts["loss_graph"] = True
         if self._named:
             facts.pop("loss_func", None)
         if self._marks:
@@ -219,11 +226,3 @@ def _root(thread: int) -> Any:
         frame = frame.f_back
     roots = [given] if isinstance(given, Tensor) else list(given or ())
     return roots[0].grad_fn if len(roots) == 1 and isinstance(roots[0], Tensor) else None
-
-
-def _facts(node: Any) -> dict[str, Any]:
-    from hookkit.callbacks.loss_graph import loss_by_graph
-
-    found = loss_by_graph(SimpleNamespace(grad_fn=node))  # type: ignore[arg-type]
-    keys = ("loss_func", "n_classes", "loss_input", "softmax_dim", "broadcast")
-    return {key: found[key] for key in keys if found.get(key)}

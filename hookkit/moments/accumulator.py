@@ -399,23 +399,6 @@ class StatsAccumulator:
         history = self.history.emptied()
         self._state = _State(self.n_records, history, (), made)
 
-    def count_from(self, n: int) -> None:
-        """Begin with record number `n`, which selects the values that are sampled."""
-        self._state = self._state._replace(n=n)
-
-    def take_kept(self, other: StatsAccumulator) -> None:
-        """Keep for this step what `other`, of the same rows, has folded, in place of its own."""
-        StatsAccumulator.forget(self)
-        for device, others in other._state.buffers.items():
-            own = self._state.buffers.get(device)
-            if own is None or own.rows < others.rows:
-                own = self._make_room(device, others.rows - 1)
-            self._replace({device: own.with_kept(others.kept)})
-        StatsAccumulator.drop(self)
-        self.dtypes |= other.dtypes
-        self.skipped |= other.skipped
-        self.unscaled |= other.unscaled
-
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: the past of all devices as one, on the CPU, so that it loads anywhere."""
         now, units = self.history, self.units

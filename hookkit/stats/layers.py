@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from hookkit.autograd_graph import users_of
 from hookkit.checks import check_choice, check_flag, check_number, kind_of, shown
 from hookkit.errors import OptionError
 from hookkit.hooks.entries import graph_task
@@ -197,16 +198,16 @@ class ActivationStats(LayerStats):
 
         From the autograd graphs of a fit's first two batches: a model may change between fits.
         """
-        facts = self.accumulator.facts
+        facts, users = self.accumulator.facts, users_of(output)
         if not (self._n_asked or self._function):
-            found = self.accumulator.consumers = consumers(learn.model, output)
+            found = self.accumulator.consumers = consumers(learn.model, users)
             self.valid_accumulator.consumers = found
-            facts["predecessors"] = predecessors(learn.model, output)
-            facts["softmax_dim"] = wrong_softmaxes(output)
+            facts["predecessors"] = predecessors(learn.model, users)
+            facts["softmax_dim"] = wrong_softmaxes(users)
             facts["dropout"] = dropouts(learn.model)
-            facts |= least_samples(output)
+            facts |= least_samples(users)
         if self._n_asked and learn.n_steps:  # only then the optimizers that step are known
-            facts["unregistered"] = unregistered(learn.model, learn.opts, output)
+            facts["unregistered"] = unregistered(learn.model, learn.opts, users)
         self._n_asked += bool(learn.n_steps or not self._n_asked)
 
 
@@ -307,7 +308,6 @@ class GradientStats(LayerStats):
         self._see_gradients((*self._names[id(p)], p) for p in owned if id(p) in self._names)
 
     def _see_gradients(self, parameters: Iterable[tuple[str, str, nn.Parameter]]) -> None:
-        self._settle()
         scaled, self.accumulator.unscale = self.accumulator.unscale, None  # the step's are not
         for name, kind, p in parameters:
             if p.grad is not None and id(p) not in self._seen:
