@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hookkit.checks import check_path
+from hookkit.checks import check_number, check_path
 from hookkit.errors import ArgumentError, OptionError, missing_extra
 from hookkit.files import atomic_write
 from hookkit.interrupts import block
@@ -205,7 +205,7 @@ def step_edges(steps: Ints) -> Floats:
 def mark_steps(ax: Any, record: Record | None) -> None:
     """Labels x as optimizer steps, and marks where epochs begin."""
     ax.set_xlabel("optimizer step", fontsize=9)
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     if record is None or not len(record):
         return
     again = np.diff(record.iters) < 0  # another fit counts batches, and epochs, from 0
@@ -254,12 +254,9 @@ def matrices(record: Record) -> list[int]:
     return [i for i, n in enumerate(ndim) if n > 1]
 
 
-def columns_of(record: Record, steps: Sequence[int]) -> list[int]:
-    """Columns of the records nearest to `steps`, in order; an OptionError for others."""
+def columns_of(who: str, record: Record, steps: Sequence[int]) -> list[int]:
+    """Columns of the records nearest to `steps`, in order; an OptionError of `who` for others."""
     first, last = int(record.steps[0]), int(step_edges(record.steps)[-1]) - 1
-    if not len(steps) or not all(first <= step <= last for step in steps):
-        raise OptionError(
-            f"step {', '.join(map(str, steps))} was not recorded: the records cover the steps "
-            f"{first} to {last}. Use some of these; the nearest record is taken."
-        )
-    return sorted({int(np.abs(record.steps - step).argmin()) for step in steps})
+    what = "an optimizer step that was recorded; the nearest record is taken"
+    known = [check_number(who, "step", s, first, last, whole=True, what=what) for s in steps]
+    return sorted({int(np.abs(record.steps - step).argmin()) for step in known})

@@ -139,14 +139,15 @@ def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None)
         The Figure.
 
     Raises:
-        OptionError: `steps` has one that was not recorded, or none.
+        OptionError: `steps` has one that was not recorded.
     """
     run = in_order(as_run(run))
     panels = {"Forward": run.activations, "Backward": run.gradients}
-    columns = {h: _columns(r, steps) for h, r in panels.items() if r is not None and len(r)}
+    there = {h: r for h, r in panels.items() if r is not None and len(r) and r.names}
+    columns = {h: _columns(r, steps) for h, r in there.items()}
     fig = new_figure(fig, 10, 4.6)
     for ax, (head, record) in zip(fig.subplots(1, 2), panels.items(), strict=True):
-        if record is None or head not in columns:
+        if record is None or head not in there:
             figures.nothing(ax, f"{head}: nothing was recorded")
             continue
         figures.title(ax, f"{head}: RMS of {KINDS[record.kind]}")
@@ -155,9 +156,9 @@ def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None)
         ax.set_yscale("log")
         line = "o-" if len(names) <= 30 else "o"
         for j, colour in zip(columns[head], figures.colours(len(columns[head])), strict=True):
-            there = np.flatnonzero(np.isfinite(rms[:, j]))  # lines pass over the others
+            fine = np.flatnonzero(np.isfinite(rms[:, j]))  # lines pass over the others
             label = f"{record.steps[j]}"
-            ax.plot(there, rms[there, j], line, color=colour, ms=3, lw=1.4, label=label)
+            ax.plot(fine, rms[fine, j], line, color=colour, ms=3, lw=1.4, label=label)
         figures.name_layers(ax.xaxis, record, names, 24, rotation=90)
         ax.set_xlim(-0.5, len(names) - 0.5)
         place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
@@ -167,9 +168,9 @@ def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None)
 
 def _columns(record: Record, steps: Sequence[int] | None) -> list[int]:
     """Columns to draw; without `steps` those of 0, 1, 10, 100, … and the last."""
-    first, last = record.steps[0], record.steps[-1]
+    first, last = int(record.steps[0]), int(record.steps[-1])
     tens = [10**k for k in range(12) if first < 10**k < 0.7 * last]
-    return figures.columns_of(record, [first, *tens, last] if steps is None else steps)
+    return figures.columns_of("plot_depth", record, steps or [first, *tens, last])
 
 
 def _lines(

@@ -39,7 +39,7 @@ def plot_loss(
     """
     run = as_run(run)
     losses = np.zeros(0) if run.losses is None else np.asarray(run.losses, dtype=np.float64)
-    most, what = len(losses) - 1 if len(losses) else np.inf, "how many steps to leave out"
+    most, what = len(losses) - 1 if len(losses) else np.inf, "the number of steps to leave out"
     check_number("plot_loss", "skip_start", skip_start, 0, most, whole=True, what=what)
     norms = None if ax is not None or run.grad_norms is None else np.asarray(run.grad_norms)
     if ax is None:

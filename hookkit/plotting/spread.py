@@ -91,13 +91,18 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Axe
         OptionError: no histograms were recorded, or `step` was not.
     """
     record = by_module(as_record(record, "activation", "gradient"))
-    hist, ax = _check_hist(record), figures.new_axes(ax, 10, 4.5)
-    if not hist.size:
-        return figures.nothing(ax)
+    hist = _check_hist(record)
+    columns = (
+        []
+        if step is None or not len(record)
+        else figures.columns_of("plot_density", record, [step])
+    )
+    ax = figures.new_axes(ax, 10, 4.5)  # only now: a refused step leaves no empty figure
+    if not hist.any():
+        return figures.nothing(ax, "no finite value was recorded")
     counted = (hist.sum(axis=1) > 0).mean(axis=0)
-    column = int(np.flatnonzero(counted >= min(0.5, counted.max()))[-1])
-    if step is not None:
-        (column,) = figures.columns_of(record, [step])
+    usual = np.flatnonzero(counted >= min(0.5, counted.max()))
+    (column,) = columns or usual[-1:]
     counts = hist[:, :, column]
     rows = np.flatnonzero(counts.sum(axis=1)).tolist()
     edges, *ticks = _value_axis(record)
