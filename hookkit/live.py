@@ -54,6 +54,7 @@ class ShowHealth(Callback):
     run_valid = False
     _output: Output | None = None
     _next = float("inf")  # when the next look is due, by the clock
+    _n_steps = 0  # as the last batch began
 
     def __init__(self, every_s: float = 5.0) -> None:
         what = "how many seconds there are between two looks, at least"
@@ -63,7 +64,7 @@ class ShowHealth(Callback):
     def before_fit(self) -> None:
         """Begins to look, on the first rank."""
         if self.learn.fitting and ranks.rank() == 0:
-            self._began, self._spent, self._n_steps = time.perf_counter(), 0.0, self.learn.n_steps
+            self._began, self._spent = time.perf_counter(), 0.0
             self._next = self._began + self.every_s
             self._output = Output() if in_notebook() else None
 

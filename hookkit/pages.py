@@ -30,10 +30,11 @@ GENERATOR = '<meta name="generator" content="hookkit">'
 """By this line a report is recognised, so that no other file is overwritten."""
 
 # Where the page is narrow a picture keeps a size at which its text can be read, and scrolls.
-LAYOUT = """:root{color-scheme:light}
-body.hk{margin:0 auto;max-width:66rem;padding:.6rem;color:#1d2229;background:#fff;
+LAYOUT = """:root{color-scheme:light dark;--ink:#1d2229;--paper:#fff}
+@media screen and (prefers-color-scheme:dark){:root{--ink:#e6e9ee;--paper:#16191d}}
+body.hk{margin:0 auto;max-width:66rem;padding:.6rem;color:var(--ink);background:var(--paper);
 overflow-wrap:break-word}
-h2{margin-top:2rem;border-bottom:1px solid #ccc} pre{overflow-x:auto}
+h2{margin-top:2rem;border-bottom:1px solid var(--line)} pre{overflow-x:auto}
 figure{margin:1rem 0;overflow-x:auto} img{width:100%;min-width:44rem}"""
 
 

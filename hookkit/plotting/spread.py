@@ -57,10 +57,10 @@ def color_dim(
         row, ax = record.layer(layer), figures.new_axes(ax)
         _tiles(ax, record, [row], f"Spread of {KINDS[record.kind]}: {label(record, row, 80)}")
         return ax
-    if ax is not None:
-        raise OptionError("one Axes was given for many layers. Name a layer, or give fig=.")
-    record = by_module(record)
     n = len(record.names)
+    if ax is not None:
+        raise OptionError(f"one Axes was given for {n} layers. Name a layer, or give fig=.")
+    record = by_module(record)
     most, what = max(1, -(-n // PAGE)), f"which {PAGE} of {n} layers to draw"
     page = check_number("color_dim", "page", page, 1, most, whole=True, what=what)
     rows = [*range(n)[(page - 1) * PAGE : page * PAGE]]
