@@ -70,7 +70,8 @@ def plot_run(
         _number(ax, [record.names[i] for i in own], found)
         figures.mark_steps(ax, record)
         ax.xaxis.label.set_visible(ax is axes[-1])
-    patches = [Patch(fc=c, label=text) for c, text in MEANINGS.items() if c in special]
+    edge = {"ec": mpl.rcParams["text.color"], "lw": 0.5}  # black is seen on a dark ground, too
+    patches = [Patch(fc=c, label=text, **edge) for c, text in MEANINGS.items() if c in special]
     if patches:
         fig.legend(handles=patches, fontsize=8, frameon=False, ncols=3, loc="outside upper right")
     lines = [f"{i}  {str(f).splitlines()[0]}" for i, f in enumerate(found, 1)]
