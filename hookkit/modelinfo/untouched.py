@@ -7,6 +7,7 @@ copy, so that closures, caches and hooks find what they refer to.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from hookkit.hooks.entries import HookEntry
 from hookkit.hooks.global_hooks import global_tables, is_of_hook_all
 from hookkit.interrupts import Undo, block
 from hookkit.modelinfo.tree import Tree, storage_of
+from hookkit.nested import Inputs, leaves, tmap
 
 # Where modules hold hooks. Private by their names, since torch 1.0 (pre-hooks of backward: 2.0): no
 # public function takes a hook off that another has registered. One that is missing is skipped.
@@ -211,3 +213,18 @@ def _is_written(t: Tensor, version: int, content: Tensor) -> bool:
         except RuntimeError:  # a dtype or subclass without `equal`
             pass
     return t._version != version
+
+
+def real_inputs(inputs: Inputs) -> Inputs:
+    """A deep copy of `inputs`, its tensors cloned and detached."""
+    return copied_inputs(inputs, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
+
+
+def copied_inputs(inputs: Inputs, one: Callable[[Tensor], Any]) -> Inputs:
+    """A deep copy of `inputs` with `one(t)` for each tensor `t`."""
+    made = {id(t): one(t) for t in leaves(inputs)}
+    try:
+        copied: Inputs = copy.deepcopy(inputs, dict(made))
+    except Exception:  # an open file, a generator: it is passed on as it is
+        copied = tmap(lambda t: made[id(t)], inputs)
+    return copied
