@@ -16,7 +16,6 @@ from hookkit.errors import ModelRunError
 from hookkit.modelinfo import fakes, tracing
 from hookkit.summaries import summary
 
-
 # What models of the zoo warn of in a real run.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:LSTM with projections"),

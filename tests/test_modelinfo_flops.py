@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hookkit.modelinfo.flops import formula_of, is_unknown, macs_of
 from torch import Tensor, nn
 
 from hookkit.modelinfo import fake_kernels
-from hookkit.modelinfo.flops import formula_of, is_unknown, macs_of
 from hookkit.summaries import summary
 
 

@@ -77,7 +77,7 @@ class Trace:
     """A run by module name.
 
     Attributes:
-        run: "real", or "fake" for tensors without values.
+        run: "real", or without values: "fake" on fake tensors, "meta" for a model on meta.
         saves: `saved` is known.
         macs, saved: multiply-accumulates and bytes saved for backward, by module.
         uncounted: operations without a formula, with how often each ran.
@@ -130,7 +130,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tree: Tree, write: Callable[[Tensor], None] | None, bounded: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tree, self.write, self.bounded = tree, write, bounded
-        self.trace = Trace("real" if write else "fake")
+        is_meta = any(t.is_meta for t in tree.tensors)
+        self.trace = Trace("meta" if is_meta else "real" if write else "fake")
         self.names = {
             place.module: place.name
             for place in tree.firsts

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hookkit.hooks.block import Registered
 from hookkit.hooks.entries import HookEntry
 from hookkit.hooks.global_hooks import global_tables, is_of_hook_all
 from hookkit.interrupts import Undo, block
@@ -43,7 +44,8 @@ def untouched(
     put back.
 
     hookkit's hooks that only observe are off inside it, so that captures, statistics and `hook_all`
-    do not see the run. Edits and the user's own hooks are part of the model, and run.
+    do not see the run, but for captures that the model itself holds. Edits and the user's own hooks
+    are part of the model, and run.
 
     Args:
         model: a module, or its `Tree` if there is one already.
@@ -79,8 +81,10 @@ def untouched(
         undo.callback(_of_modules(modules, tree.scripted, [*attributes, *tables]))
         if not observers:
             tables += [vars(m).get(name, {}) for m in modules for name in _HOOKS]
+            held = [v for v in attributes if isinstance(v, Registered)]
+            own = {id(capture) for hook in held for capture in hook._captures}
             for table in tables:
-                for key in [key for key, hook in table.items() if _observes(hook)]:
+                for key in [key for key, hook in table.items() if _observes(hook, own)]:
                     del table[key]
         yield contents.copy
 
@@ -92,8 +96,12 @@ def set_mode(tree: Tree, training: bool | None) -> None:
             m.training = training
 
 
-def _observes(hook: Any) -> bool:
-    return hook.observes if isinstance(hook, HookEntry) else is_of_hook_all(hook)
+def _observes(hook: Any, own: set[int]) -> bool:
+    """Whether `hook` only observes, and is none of the captures `own` that the model itself has."""
+    if not isinstance(hook, HookEntry):
+        return is_of_hook_all(hook)
+    owner = getattr(hook.callback, "__self__", None)
+    return hook.observes and own.isdisjoint((id(hook), id(owner)))
 
 
 def _of_modules(modules: list[nn.Module], scripted: list[Any], values: list[Any]) -> Restore:

@@ -186,9 +186,6 @@ def _notes(line: Line, s: Summary) -> list[str]:
         notes[:0] = [f"×{line.fold}: {', '.join(parts)}"] if parts else []
     if row.dtype and s.dtype and row.dtype != s.dtype and row.kind != "again":
         notes.append(row.dtype)
-    if s.failed[-1:] == (row.name,) and row.kind == "module":
-        got = f"✗ got {row.inputs}" if row.inputs else "✗"
-        notes.insert(0, f"{got}, is {row.type}({row.extra})" if row.extra else got)
     if line.closed:
         n = sum(r.name.startswith(f"{row.name}.") for r in s.rows) if row.name else len(s) - 1
         notes.append(f"{n} inside")
@@ -226,8 +223,8 @@ def as_text(
         ]
         drawn.append(clip("  ".join([*cells, note]).rstrip(), n))
     rule = "─" * min(n, max(20, *map(len, drawn)))
-    facts = [line for part in s.footer() for line in wrap(part, n)]
-    facts += [line for w in s.warnings for line in wrap(f"⚠ {w}".split(" "), n, " ")]
+    facts = [fact for part in s.footer() for fact in wrap(part, n)] + [f"⚠ {w}" for w in s.warnings]
+    facts = [line for fact in facts for line in wrap(fact.split(" "), n, " ")]
     body = [clip(harmless(s.heading(), 1000), n), drawn[0], rule, *drawn[1:], rule]
     return "\n".join([*body, *(harmless(fact, 1000) for fact in facts)])
 

@@ -37,6 +37,7 @@ _NO_SAVED = "torch.func runs in the forward: saved bytes are unknown, and left o
 _RUNS = {
     "real": "One forward was run, and the model put back as it was.",
     "fake": "Run on fake tensors, since it is large: nothing computed, nothing changed.",
+    "meta": "Run on meta: nothing computed, nothing changed.",
     "none": "No input given: nothing was run.",
 }
 # Copies of a parameter in the state of the common optimizers, which their options decide.
@@ -62,7 +63,7 @@ class Summary:
     Attributes:
         dtype: the dtype of most parameters.
         grad_bytes: bytes of the gradients of one backward pass.
-        run: "real", "fake" (on tensors without values) or "none" (no input).
+        run: "real", "fake" or "meta" (on tensors without values), or "none" (no input).
         uncounted: operations for which no MAC formula is known, with how often each ran.
         optimizer: name, groups and state of the optimizer that was given.
         failed: names of the modules that were running when the model raised, outermost first.
@@ -231,6 +232,10 @@ class Summary:
                     with_state = f"with {self.optimizer['name']}{unknown}"
                 parts[-1].append(f"training step ≈ {nbytes(self.step_bytes)} {with_state}")
         parts += _optimizer_lines(self.optimizer) if self.optimizer else []
+        if self.failed:
+            row = self[self.failed[-1]]
+            what = f"{row.type}({row.extra})" if row.extra else row.type
+            parts.append([f"✗ {row.name or '(itself)'} got {row.inputs or 'nothing'}, is {what}"])
         if self.uncounted:
             listed = [f"{name} ×{k}" for name, k in self.uncounted.items()]
             parts.append([f"MACs not counted: {listed[0]}", *listed[1:]])
