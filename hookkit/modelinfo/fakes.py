@@ -157,7 +157,7 @@ class Outside:
         if isinstance(x, partial):
             return [x.func, *x.args, x.keywords]
         if isinstance(x, _CACHED):
-            self.states.append((lambda _, clear=x.cache_clear: clear(), None))
+            self.states.append((lambda clear: clear(), x.cache_clear))
             return [x.__wrapped__]
         if isinstance(x, CellType):
             return self._of_cell(x)

@@ -1,6 +1,6 @@
 """A summary drawn: equal siblings folded into one line, as text or as HTML that folds.
 
-Builds on `rows`; `summary.Summary` is what is drawn. A line may represent many rows, so that the
+Builds on `rows`; `result.Summary` is what is drawn. A line may represent many rows, so that the
 sum of `shown × times` over all lines is the total of the summary, whatever is folded or cut.
 """
 
@@ -18,7 +18,7 @@ from hookkit.summaries.rows import Row, Totals
 from hookkit.texts import clip, harmless, nbytes, pad, percent, si, wrap
 
 if TYPE_CHECKING:
-    from hookkit.summaries.summary import Summary
+    from hookkit.summaries.result import Summary
 
 _NONE = Totals()
 _WIDE = 100  # without a terminal
