@@ -102,6 +102,7 @@ class GradHooks:
         "leaf",
         "versions",
     )
+    observes = True  # its edits are aliases, of the same values
 
     def __init__(
         self, begin: Begin, inputs: bool = False, leaf: str = "", each_place: bool = True
@@ -132,9 +133,6 @@ class GradHooks:
             )
             for f in callbacks
         ]
-
-    def uncounted(self) -> None:
-        """None: a copy of the module that is run to see what the model does needs none of this."""
 
     # -- the output's
 
