@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit import compare_models, hook_outputs, select
-from hookkit.comparing.cli import main
+
 from hookkit.comparing.measures import difference
 from hookkit.errors import ArgumentError, OptionError, SelectionError
 
