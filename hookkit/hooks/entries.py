@@ -205,6 +205,12 @@ class HookEntry:
             "Script the model outside of the block, or remove() the hooks first."
         )
 
+    @property
+    def observes(self) -> bool:
+        """Whether the model computes the same without this, so that `untouched` takes it off."""
+        owner = getattr(self.callback, "__self__", None)
+        return not self.edit or getattr(owner, "observes", False) is True
+
     def for_copy(self) -> HookEntry | None:
         """The entry for a copy of the module that is run to see what the model does.
 

@@ -275,6 +275,20 @@ class GlobalHook(Registered):
         return f"GlobalHook({self.n_calls} calls{', removed' if self.removed else ''})"
 
 
+def global_tables() -> list[dict[int, Any]]:
+    """PyTorch's dicts of global forward hooks, from which `untouched` takes those of `hook_all`."""
+    # Private by their names, in torch 1.8 to 2.13: no public function takes a global hook off that
+    # another has registered. Without them `hook_all` sees the runs of summaries.
+    home = torch.nn.modules.module
+    names = ("_global_forward_pre_hooks", "_global_forward_hooks")
+    return [getattr(home, name, {}) for name in names]
+
+
+def is_of_hook_all(hook: Any) -> bool:
+    """Whether `hook`, of one of the `global_tables`, is that of a `GlobalHook`."""
+    return isinstance(getattr(hook, "__self__", None), GlobalHook)
+
+
 def hook_all(
     hook_func: Callable[..., Any],
     types: type[nn.Module] | tuple[type[nn.Module], ...] | None = None,

@@ -102,6 +102,7 @@ class GradHooks:
         "leaf",
         "versions",
     )
+    observes = True  # its edits are aliases, of the same values
 
     def __init__(
         self, begin: Begin, inputs: bool = False, leaf: str = "", each_place: bool = True
