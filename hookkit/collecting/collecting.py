@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +226,7 @@ class _Run:
             undo.callback(leave_eager, self)
             enter_eager(self)
             for number, (name, m) in enumerate(self.layers.items()):
-                take = partial(self._take, number, name)
+                take = self._taker(number, name)
                 undo.callback(attach(m, take, pre=self.inputs, switch=self.switch).remove)
             try:
                 self._each(loader)
@@ -284,9 +283,19 @@ class _Run:
             self.switch.on = False
         self.store.end_batch(self.ids, self.shape[0], batch_size(batch))
 
-    def _take(
-        self, number: int, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any = None
-    ) -> None:
+    def _taker(self, number: int, name: str) -> Callable[..., None]:
+        """The hook of a layer."""
+
+        def take(module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
+            value: Any = Inputs(args, kwargs)
+            seen = [value]
+            if not self.inputs:
+                seen.append(part_at(out, self.layers.leaf(name), WHO, lambda: f'"{name}"'))
+            self._take(number, name, seen[-1] if self.f is None else called(self.f, module, *seen))
+
+        return take
+
+    def _take(self, number: int, name: str, value: Any) -> None:
         """Has the store take what a layer gives, as rows."""
         if number in self.taken:
             if self.stop:
@@ -295,11 +304,6 @@ class _Run:
                 f'{WHO}: "{name}" is called more than once for a batch, and has one row for each '
                 "sample. Give stop=True, and the first call counts, or select the module around it."
             )
-        value: Any = Inputs(args, kwargs)
-        seen = [value]
-        if not self.inputs:
-            seen.append(part_at(out, self.layers.leaf(name), WHO, lambda: f'"{name}"'))
-        value = seen[-1] if self.f is None else called(self.f, module, *seen)
         t = self._tensor(name, value)
         if t.shape[: self.n_dims] != self.shape:
             self._settle(name, t)

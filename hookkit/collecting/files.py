@@ -48,8 +48,8 @@ class Files:
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.folder, self.file = folder, folder / "index.json"
-        if folder.exists() and not folder.is_dir():
-            raise OptionError(f"collect: {folder} is a file. Give a folder in to=.")
+        if folder.parent.is_file():
+            raise OptionError(f"collect: {folder.parent} is a file. Give a folder in to=.")
         self.settings, self.kinds, self.done = settings, dict[str, Any](), False
         self.counts = {"n": 0, "samples": 0, "batches": 0, "items": 0}
         if self.file.exists():
@@ -100,7 +100,9 @@ class Files:
             self.save()
 
     def save(self, *, done: bool = False) -> None:
-        """Writes how many rows are whole."""
+        """Writes how many rows are whole, if there are some."""
+        if not self.counts["batches"]:
+            return
         for name, (shape, dtype) in self.kinds.items():
             self._write(name, 0, _header((self.counts["n"], *shape), stored_dtype(dtype)))
         index = {"settings": self.settings, "counts": self.counts, "kinds": self.kinds}

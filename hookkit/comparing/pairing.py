@@ -110,8 +110,8 @@ def _structure(
 ) -> set[tuple[str, str]]:
     """Modules that only one side has since it is built otherwise, with what a row says of them.
 
-    These are around compared modules, inside one that is compared with a layer, or outside of what
-    is compared with the whole other model.
+    These are around compared modules, inside one that is compared with a layer, or outside of the
+    module of the second that is compared with the whole first model.
     """
     ours, theirs = ({key.name for key in side.values} for side in (first, second))
     both = {n: there for n in ours if (there := partners[n]) in theirs}
@@ -125,8 +125,7 @@ def _structure(
             or not _inside(name, root)
         }  # fmt: skip
 
-    root = next((n for n, there in both.items() if not there), "")
-    return {(f"{MISSING}second", n) for n in other(ours, {*both}, wholes, root)} | {
+    return {(f"{MISSING}second", n) for n in other(ours, {*both}, wholes, "")} | {
         (f"{MISSING}first", n) for n in other(theirs, {*both.values()}, others, both.get("", ""))
     }
 

@@ -115,16 +115,20 @@ class Run:
             enter_eager(self)
             for name, (m, _) in self.hooked.items():
                 if self.alone is not None:
-                    begin = partial(self._begin, name)
+                    begin = self._named(self._begin, name)
                     undo.callback(attach(m, begin, pre=True, switch=self.switch).remove)
-                end = partial(self._end, name)
+                end = self._named(self._end, name)
                 undo.callback(attach(m, end, switch=self.switch).remove)
             copied = real_inputs(inputs)
             out = self.model(*copied, **copied.kwargs)
             if self.loss is not None:
                 self._differentiate(self.loss(out), leaves(copied))
 
-    def _begin(self, name: str, _m: nn.Module, args: Any, kwargs: Any) -> None:
+    def _named(self, f: Callable[..., None], name: str) -> Callable[..., None]:
+        """`f` as a hook of the module of this name."""
+        return lambda _m, *values: f(name, *values)
+
+    def _begin(self, name: str, args: Any, kwargs: Any) -> None:
         if self.alone is None or recomputing():
             return
         self.switch.on = False  # the second model may have the same modules
@@ -133,7 +137,7 @@ class Run:
         finally:
             self.switch.on = True
 
-    def _end(self, name: str, _m: nn.Module, _args: Any, _kwargs: Any, out: Any) -> None:
+    def _end(self, name: str, _args: Any, _kwargs: Any, out: Any) -> None:
         if recomputing():  # a checkpoint's second run
             return
         key = Key(name, "output", 0 if self.last else self.calls[name])
