@@ -162,38 +162,33 @@ def _name(x: Any) -> Any:
 def _about(model: nn.Module, loader: Any) -> dict[str, Any]:
     """What rows depend on and can be compared: weights, modes, autocast, the loader's size."""
     root = unwrap(model)
-    named: dict[str, Any] = {**dict(root.named_parameters()), **dict(root.named_buffers())}
-    if lazy := [name for name, p in named.items() if nn.parameter.is_lazy(p)]:
-        raise ArgumentError(f"{WHO}: '{lazy[0]}' has no shape yet. Run the model once.")
+    tensors = [*root.parameters(), *root.buffers()]
+    if any(map(nn.parameter.is_lazy, tensors)):
+        raise ArgumentError(f"{WHO}: a parameter has no shape yet. Run the model once.")
     modes = [m.training for m in root.modules()]
-    device = next((p.device.type for p in named.values()), "cpu")
-    autocast = torch.is_autocast_enabled(device)
+    device = tensors[0].device.type if tensors else "cpu"
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     n_samples = n_batches(getattr(loader, "dataset", None))
     if isinstance(loader, list | tuple):
         n_samples = sum(map(batch_size, loader))
     return {
-        "model": f"{class_name(root)} with weights {_check_sum(named.values()):08x}",
+        "model": f"{class_name(root)} with weights {_check_sum(tensors):08x}",
         "mode": f"training in {sum(modes)} of {len(modes)} modules",
-        "autocast": str(torch.get_autocast_dtype(device)) if autocast else None,
+        "autocast": str(autocast),
         **{"batches": n_batches(loader), "data set": n_samples},
     }
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-
-def _check_sum(tensors: Iterable[Tensor]) -> int:
-    """Of shapes and of the sum of all bits of each tensor."""
-    text = ""
+def _check_sum(tensors: Iterable[Any]) -> int:
+    """Of shapes and of the sum of all bytes of each tensor."""
+    texts = []
     for t in tensors:
         t = t.to_local() if hasattr(t, "to_local") else t  # this rank's part of a sharded one
-        text += f"{tuple(t.shape)} {t.dtype} "
-        try:
-            bits = t.detach().view(_BITS.get(t.itemsize, torch.int64))
-            text += f"{int(bits.sum(dtype=torch.int64))} "
-        except (RuntimeError, NotImplementedError, TypeError):  # sparse, quantized, on meta
-            continue
-    return zlib.crc32(text.encode())
+        texts.append(f"{tuple(t.shape)} {t.dtype}")
+        with suppress(RuntimeError, NotImplementedError):  # sparse, quantized, on meta
+            raw = t.detach().contiguous().flatten().view(torch.uint8)
+            texts.append(str(int(raw.sum(dtype=torch.int64))))
+    return zlib.crc32(" ".join(texts).encode())
 
 
 @dataclass(eq=False)
@@ -239,23 +234,22 @@ class _Run:
     def _each(self, loader: Any) -> None:
         counts, number, items = self.store.counts, -1, 0
         start, known = counts["batches"], counts["items"]
-        other = OptionError(
-            f"{WHO}: the first {start} batches of the loader are not of the size that they had "
-            "when their rows were written. Give another folder in to=."
-        )
         for number, batch in enumerate(loader):
-            if self.n is not None and counts["n"] >= self.n:
+            if self.n is not None and self.store.counts["n"] >= self.n:
                 return
             if number < start:
                 items += batch_size(batch)
-                continue
-            if items != known and number == start:
-                raise other
-            self._batch(number, batch)
+            elif items == known:
+                self._batch(number, batch)
+            else:
+                break
         if number < 0:
             raise ModelRunError(no_batches(f"{WHO}: the loader"))
-        if number < start and items != known:
-            raise other
+        if items != known:
+            raise OptionError(
+                f"{WHO}: the first {start} batches of the loader are not of the size that they had "
+                "when their rows were written. Give another folder in to=."
+            )
 
     def _batch(self, number: int, batch: Any) -> None:
         self.batch, self.given = batch, self.reading.inputs(batch)
@@ -284,30 +278,29 @@ class _Run:
         self.store.end_batch(self.ids, self.shape[0], batch_size(batch))
 
     def _taker(self, number: int, name: str) -> Callable[..., None]:
-        """The hook of a layer."""
+        """The hook of a layer, which has the store take what that gives, as rows."""
+        leaf = self.layers.leaf(name)
 
         def take(module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
-            value: Any = Inputs(args, kwargs)
-            seen = [value]
-            if not self.inputs:
-                seen.append(part_at(out, self.layers.leaf(name), WHO, lambda: f'"{name}"'))
-            self._take(number, name, seen[-1] if self.f is None else called(self.f, module, *seen))
+            if number not in self.taken:
+                inputs = Inputs(args, kwargs)
+                out = inputs if self.inputs else part_at(out, leaf, WHO, lambda: f'"{name}"')
+                values = [inputs] if self.inputs else [inputs, out]
+                self._take(number, name, called(self.f, module, *values) if self.f else out)
+            elif not self.stop:
+                raise HookError(
+                    f'{WHO}: "{name}" is called more than once for a batch, and has one row for '
+                    "each sample. Give stop=True, and the first call counts, or select the module "
+                    "around it."
+                )
 
         return take
 
     def _take(self, number: int, name: str, value: Any) -> None:
-        """Has the store take what a layer gives, as rows."""
-        if number in self.taken:
-            if self.stop:
-                return
-            raise HookError(
-                f'{WHO}: "{name}" is called more than once for a batch, and has one row for each '
-                "sample. Give stop=True, and the first call counts, or select the module around it."
-            )
         t = self._tensor(name, value)
         if t.shape[: self.n_dims] != self.shape:
             self._settle(name, t)
-        rows = t.flatten(0, 1) if self.n_dims == 2 else t
+        rows = t.flatten(0, self.n_dims - 1)
         rows = rows if self.at is None else rows[self.at.to(rows.device)]
         self.store.add(number, rows, self.ids)
         self.taken.add(number)
@@ -320,14 +313,14 @@ class _Run:
         n = x.shape[:1] if isinstance(x, Tensor) and x.ndim and not x.is_nested else t.shape[:1]
         shape = self.shape or n + t.shape[1 : self.n_dims]
         if t.ndim < self.n_dims or t.shape[: self.n_dims] != shape:
+            words = zip(shape, ("samples", "tokens"), strict=False)
             raise HookError(
                 f'{WHO}: "{name}" gives {describe(t)} for a batch of '
-                f"{' and '.join(f'{n} {x}' for n, x in zip(shape, ('samples', 'tokens'), strict=False))}, which "
-                "have to be its first dimensions. Give hook= a function that returns such rows, "
-                'choose per="sample" or "token", or collect this layer by itself.'
+                f"{' and '.join(f'{n} {word}' for n, word in words)}, which have to be its first "
+                'dimensions. Give hook= a function that returns such rows, choose per="sample" or '
+                '"token", or collect this layer by itself.'
             )
-        counts = self.store.counts
-        self.shape = shape
+        counts, self.shape = self.store.counts, shape
         self.at, self.ids = self.reading.rows(self.batch, shape, counts["samples"], self.fresh)
         if self.n is not None and (left := self.n - counts["n"]) < len(self.ids):
             every = torch.arange(len(self.ids)) if self.at is None else self.at
@@ -335,26 +328,14 @@ class _Run:
 
     def _tensor(self, name: str, value: Any) -> Tensor:
         """The only tensor in what a layer gives."""
-        tensors = {"": value} if isinstance(value, Tensor) else dict(named_leaves(value))
-        if len(tensors) != 1:
-            paths = ", ".join(f'"{path}"' for path in [*tensors][:6])
-            cure = "Give hook= a function of it."
-            if tensors and self.inputs:
-                cure = f"Give hook= a function of the inputs, as lambda i: i[0]; there are {paths}."
-            elif tensors:
-                cure = f'Select one: "{name}" with one of {paths} behind it, or give hook=.'
-            words = ", ".join(map(describe, tensors.values())) or "none"
+        tensors = named_leaves(value)
+        t = tensors[0][1].detach() if tensors else torch.empty(0)
+        if len(tensors) != 1 or t.is_nested or t.layout is not torch.strided or t.is_quantized:
+            kind = f" ({t.layout}, {t.dtype})" * (len(tensors) == 1)
+            paths = ", ".join(f'"{name}{path}"' for path, _ in tensors[:6])
+            one = f"Select one of {paths}, or give" if tensors[1:] and not self.inputs else "Give"
             raise HookError(
-                f'{WHO}: of "{name}" one tensor is needed to make rows, and there is {words}. '
-                f"{cure}"
+                f'{WHO}: "{name}" has {describe(value)}{kind}, and one dense tensor is needed to '
+                f"make rows. {one} hook= a function that returns it."
             )
-        t = next(iter(tensors.values())).detach()
-        if self.dtype is not None and t.is_floating_point():
-            t = t.to(self.dtype)
-        if t.is_nested or t.layout is not torch.strided or t.is_quantized or t.is_meta:
-            kind = "nested" if t.is_nested else f"{t.layout}, {t.dtype}, on {t.device}"
-            raise HookError(
-                f'{WHO}: "{name}" gives a tensor that is {kind}, and rows are dense. Give hook= a '
-                "function that returns such a tensor."
-            )
-        return t
+        return t.to(self.dtype) if self.dtype is not None and t.is_floating_point() else t

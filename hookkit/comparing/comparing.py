@@ -61,8 +61,8 @@ def compare_models(
         names: names in `a` and the names in `b` that they stand for, where these differ:
             `{"encoder.layers.*": "transformer.h.*"}`. A name stands for all below it, and the
             longest that fits counts: `{"": "model"}` where `b` has all of `a` in its `model`. With
-            it, modules around compared ones, and modules inside one that is compared with a layer,
-            may be in one of the models alone.
+            it, modules without parameters, modules around compared ones, and modules inside one
+            that is compared with a layer may be in one of the models alone.
         rtol: relative tolerance; by default torch.testing's for the looser of the two dtypes.
         atol: absolute tolerance; as `rtol`.
         grads: whether gradients are compared too: of each output, and of the parameters of the

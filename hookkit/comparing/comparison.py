@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hookkit.errors import OptionError, SelectionError, nearest
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 MISSING, NOT_GIVEN = "no such layer in the ", "not given by the "  # "first" or "second"
+_NO_DIFFERENCE = "no difference beyond the tolerance"
+_LABEL = 36  # characters
 _NEAR = 2  # rows shown on each side of the first that differs
 _HEAD = ("layer", "shape", "max_abs", "rel", "cosine", "n_different")
 
@@ -173,7 +175,7 @@ class Comparison:
         first = self.first
         if first is None:
             none = f"{differ}, none by itself: small errors add up"
-            return f"{compared}, {none}" if n_beyond else f"{compared}: no difference"
+            return f"{compared}, {none}" if n_beyond else f"{compared}: {_NO_DIFFERENCE}"
         by_own = f", {len(self.different)} by their own error" if self._isolated else ""
         why = f"{si(first.n_different)} of {si(math.prod(first.shape))} elements"
         why = f"own error {first.own_rel:.3g}" if first.own_different else first.problem or why
@@ -193,12 +195,14 @@ class Comparison:
     def _cells(self, rows: Sequence[Row]) -> list[tuple[str, ...]]:
         """The heading and a line for each of `rows`; with `own_rel` where one of all has it."""
         cells: list[tuple[str, ...]] = [(*_HEAD, *["own_rel"] * self._isolated)]
+        is_long = any(len(r.label) > _LABEL for r in rows)  # then without classes
         for r in rows:
+            label = replace(r, type="").label if is_long else r.label
             own = "–" if r.own_different is None else f"{r.own_rel:.3g}"
             numbers = (f"{r.max_abs:.3g}", f"{r.rel:.3g}", f"{r.cosine:.6f}", si(r.n_different))
             values = (r.problem, "", "", "") if r.problem else numbers
             shape = "×".join(map(str, r.shape)) or "scalar"
-            cells.append((r.label, shape, *values, *[own] * self._isolated))
+            cells.append((label, shape, *values, *[own] * self._isolated))
         return cells
 
     def _rest(self) -> list[str]:

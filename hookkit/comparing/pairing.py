@@ -6,7 +6,7 @@ Builds on `measures`, `comparison` and `sides`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,8 @@ def compared(
         rtol: relative tolerance, None for the dtypes' own.
         atol: absolute tolerance.
         loosely: leaves out what one side lacks as it is built otherwise: a module around compared
-            ones, one inside a module that is compared with a layer, a parameter.
+            ones, one inside a module that is compared with a layer, one without parameters; and
+            gradients of parameters.
     """
     rows, paired = list[tuple[Key, Row]](), set[tuple[Key, str]]()
     for key, mine in first.values.items():
@@ -110,23 +111,26 @@ def _structure(
 ) -> set[tuple[str, str]]:
     """Modules that only one side has since it is built otherwise, with what a row says of them.
 
-    These are around compared modules, inside one that is compared with a layer, or outside of the
-    module of the second that is compared with the whole first model.
+    These are around compared modules, inside one that is compared with a layer, without parameters,
+    or outside of the module of the second that is compared with the whole first model.
     """
     ours, theirs = ({key.name for key in side.values} for side in (first, second))
     both = {n: there for n in ours if (there := partners[n]) in theirs}
     wholes = {n for n, there in both.items() if not any(_inside(m, there) for m in theirs)}
     others = {there for n, there in both.items() if not any(_inside(m, n) for m in ours)}
 
-    def other(names: set[str], known: set[str], layers: set[str], root: str) -> set[str]:
-        return {
-            name for name in names - known
-            if any(_inside(n, name) for n in known) or any(_inside(name, n) for n in layers)
-            or not _inside(name, root)
-        }  # fmt: skip
+    def explained(name: str, paired: Collection[str], layers: set[str], root: str) -> bool:
+        is_around = any(_inside(n, name) for n in paired)
+        return is_around or any(_inside(name, n) for n in layers) or not _inside(name, root)
 
-    return {(f"{MISSING}second", n) for n in other(ours, {*both}, wholes, "")} | {
-        (f"{MISSING}first", n) for n in other(theirs, {*both.values()}, others, both.get("", ""))
+    return {
+        (f"{MISSING}second", n)
+        for n in ours - {*both}
+        if n in first.functions or explained(n, both, wholes, "")
+    } | {
+        (f"{MISSING}first", n)
+        for n in theirs - {*both.values()}
+        if n in second.functions or explained(n, both.values(), others, both.get("", ""))
     }
 
 

@@ -51,6 +51,7 @@ class Recorded:
         values: the tensors of each call, and gradients.
         types: the modules' classes by name, `""` where they are not known.
         paths: for each module, the paths in its results that are meant, `""` for all of it.
+        functions: the modules without parameters, which another model may have as functions.
         own: for each call, what the second side's module gave for the same inputs, and a note.
         last: whether it has only the last call of each module.
     """
@@ -58,6 +59,7 @@ class Recorded:
     values: dict[Key, Parts] = field(default_factory=dict)
     types: dict[str, str] = field(default_factory=dict)
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    functions: set[str] = field(default_factory=set)
     own: dict[Key, tuple[Parts, str]] = field(default_factory=dict)
     last: bool = False
 
@@ -102,6 +104,7 @@ class Run:
         self.begun: list[tuple[str, tuple[Parts, str]]] = []  # the innermost call last
         self.grads: dict[Key, Parts] = {}
         into.types |= {name: type(m).__name__ for name, (m, _) in hooked.items()}
+        into.functions |= {n for n, (m, _) in hooked.items() if next(m.parameters(), None) is None}
 
     def __call__(self, inputs: Inputs) -> None:
         """Runs it once."""
