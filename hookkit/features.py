@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.checks import check_flag
-from hookkit.errors import HookError, NeverFiredWarning
+from hookkit.errors import NeverFiredWarning
 from hookkit.hooks.block import StopForward
 from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.hooks.entries import Handle, attach, check_hookable, in_thread, is_exporting, part_at
 from hookkit.hooks.snapshot import aliases_user_memory, inputs_and_buffers, snapshot
 from hookkit.hooks.taps import tap
 from hookkit.interrupts import block
-from hookkit.modules import can_run, find
+from hookkit.modules import find
 from hookkit.nested import tmap
 from hookkit.selecting import Selector, select
 from hookkit.swapping import Wrapper
@@ -59,7 +59,7 @@ def feature_extractor(
 
     Raises:
         SelectionError: no such layer.
-        HookError: a wanted module never runs, or is scripted.
+        HookError: a wanted module is scripted.
         ArgumentError: `detach` or `stop` is neither True nor False.
 
     >>> lenet = nn.Sequential(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.Conv2d(6, 16, 5), nn.Flatten())
@@ -68,14 +68,8 @@ def feature_extractor(
     torch.Size([1, 16, 20, 20])
     """
     chosen = select(model, *what)
-    for name, module in chosen.items():
+    for module in chosen.values():
         check_hookable(module, "feature_extractor")
-        if not can_run(module):
-            cure = f'its entries: "{name}.*"' if module._modules else "the module around it"
-            raise HookError(
-                f'feature_extractor: "{name}" is a {type(module).__name__}, which is never called '
-                f"and has no output. Select {cure}."
-            )
     wanted = {key: (pick.name, pick.leaf) for key, pick in chosen.picks.items()}
     return FeatureExtractor(model, wanted, detach=detach, stop=stop)
 
@@ -186,7 +180,8 @@ class _Call:
             warn(
                 f"feature_extractor: {len(missing)} of {len(self.wanted)} layers were not reached "
                 f"by this input, in this thread: {shown}. The whole model ran, and they are None. "
-                "Leave them out, or see which layers this input runs with print_sizes(model).",
+                "Leave them out, or see which layers this input runs with print_sizes(model). "
+                "DataParallel runs threads of its own: wrap the extractor in it.",
                 NeverFiredWarning,
                 stacklevel=5,
             )

@@ -24,7 +24,7 @@ from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.hooks.entries import in_jit_trace, recomputing
 from hookkit.hooks.snapshot import copied_containers, inputs_and_buffers, snapshot, unwrapped
 from hookkit.interrupts import block
-from hookkit.modules import can_run, edges, inner_key, unwrap
+from hookkit.modules import edges, inner_key, unwrap
 from hookkit.nested import Inputs, describe, tmap
 from hookkit.selecting import select
 
@@ -174,11 +174,6 @@ def _made(name: str, original: nn.Module, replacement: Any) -> nn.Module:
         raise ArgumentError(
             f'swap: for "{name}" {label} made {type(made).__name__}, not a module. Return an '
             "nn.Module from it."
-        )
-    if isinstance(made, Wrapper) and not can_run(unwrap(original)) and unwrap(original)._modules:
-        raise HookError(
-            f'swap: "{name}" is a {kind}, which the model never calls, so a {type(made).__name__} '
-            f'around it sees nothing. Swap its entries: "{name}.*".'
         )
     old = {id(m) for m in original.modules()}
     for m in made.modules():
