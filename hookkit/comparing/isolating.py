@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from hookkit.comparing.measures import Parts, parts_in
 from hookkit.comparing.sides import Alone, copied_parts
-from hookkit.modelinfo.sandbox import real_inputs
-from hookkit.modelinfo.untouched import untouched
+from hookkit.modelinfo.untouched import real_inputs, untouched
 from hookkit.modules import find, unwrap
 from hookkit.nested import Inputs, tmap
 

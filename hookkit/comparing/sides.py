@@ -21,8 +21,7 @@ from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.hooks.entries import Switch, attach, recomputing
 from hookkit.hooks.snapshot import snapshot
 from hookkit.interrupts import Undo
-from hookkit.modelinfo.sandbox import real_inputs
-from hookkit.modelinfo.untouched import untouched
+from hookkit.modelinfo.untouched import real_inputs, untouched
 from hookkit.nested import Inputs, describe, leaves
 
 WHO = "compare_models"

@@ -1,193 +1,397 @@
-"""One run of a model, seen by module: calls in order, shapes, multiply-accumulates, saved bytes.
+"""`trace`: one run of a model that changes nothing, recorded by module.
 
-`trace(tree, inputs)` runs a copy on fake tensors, so that nothing is computed or changed. A model
-whose control flow reads values cannot run so; then a real copy runs on copies of the inputs and, if
-a module refuses to be copied, the model itself, which is restored afterwards (see `sandbox`).
+Builds on `untouched`, on `macs` for formulas and on `fakes`. The model itself runs, for real; a run
+that gets long or large is stopped and repeated on fake tensors, which have shapes and no values.
+Every operation counts for the module whose forward is running. For that each module gets a hook
+before and after its call, the latter also on errors, so that the counts stay right when the model
+catches an exception of one of its modules. What is recorded are names, numbers and text: no tensor
+outlives the run.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from types import GeneratorType
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+# Private by its path, in torch 2.11 to 2.13; FlopCounterMode derives from it. It sees every
+# operation below autograd; nothing public does, so there is no fallback.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hookkit.autograd_graph import graph_nodes
 from hookkit.errors import ArgumentError
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.interrupts import Undo, uninterrupted
-from hookkit.modelinfo import fake_tensors, sandbox
-from hookkit.modelinfo.fake_kernels import FakeKernels
-from hookkit.modelinfo.hook_copies import HookCopies
-from hookkit.modelinfo.tracer import Trace, Tracer
-from hookkit.modelinfo.tree import Tree
-from hookkit.modules import Parts
-from hookkit.nested import Inputs, leaves
+from hookkit.hooks.global_hooks import switch_fused_path
+from hookkit.interrupts import Undo, interruptible
+from hookkit.modelinfo.fakes import may_run_fake, run_fake
+from hookkit.modelinfo.macs import macs_of, name_of
+from hookkit.modelinfo.tree import Tree, dtype_name, storage_of
+from hookkit.modelinfo.untouched import copied_inputs, real_inputs, set_mode, untouched
+from hookkit.modules import can_run
+from hookkit.nested import Inputs, describe, leaves
+
+T = TypeVar("T")
+
+# How far a real run goes: multiply-accumulates, about a second of a CPU core, and bytes that
+# autograd saves. Beyond them the model runs on fake tensors.
+MAX_MACS, MAX_SAVED_BYTES = 2 * 10**10, 2**30
 
 # Raised by torch.func.grad, vjp, jacrev and hessian, in torch 2.11 to 2.13, as the whole error.
-_NO_HOOKS = "don't yet support saved tensor hooks"
+_NO_SAVED_HOOKS = "don't yet support saved tensor hooks"
 
 
-def trace(tree: Tree, given: Inputs, *, training: bool | None = None, macs: bool = True) -> Trace:
-    """Runs a copy of the model of `tree` on copies of `given`; the model's error is stored.
+class _Stopped(BaseException):
+    """A real run went too far. No `Exception`, which a model could catch."""
 
-    `training` is the mode of the copy, None the model's own; with `macs` they are counted. Raises
-    an ArgumentError if the model is sharded: a run would wait for the other processes.
+
+# Where a Ctrl-C is raised that waits for a run on fake tensors (see `fakes`): Python calls a
+# module's hooks, and no C++ function that must not throw is around them.
+_interrupt_here = interruptible(lambda: None)
+
+
+@dataclass
+class Call:
+    """What one module did: how often, what it took and gave, as text."""
+
+    first: int
+    n: int = 0
+    inputs: str = ""
+    outputs: list[str] = field(default_factory=list)
+    shapes: list[Any] = field(default_factory=list)
+    in_shape: Any = None
+    dtypes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Trace:
+    """A run by module name.
+
+    Attributes:
+        run: "real", or without values: "fake" on fake tensors, "meta" for a model on meta.
+        saves: `saved` is known.
+        macs, saved: multiply-accumulates and bytes saved for backward, by module.
+        uncounted: operations without a formula, with how often each ran.
+        unused: trainable parameters that the output does not depend on.
+        error: what the model raised; `failed` names the modules that were running, outermost first.
     """
-    _refuse_sharded(tree)
-    hooks = HookCopies(tree)
-    with sandbox.preserve_global_state():
-        with sandbox.preserve_random_states(lambda: False):  # nothing is drawn; a forward may seed
-            done = _run_fake(tree, hooks, given, training, macs)
-        if done is None or done.error is not None:
-            why = _reason(done, tree, given)
-            done = _run_real(tree, hooks, given, training, macs)
-            done.why = why
-    done.n_hooks = hooks.n_running()
-    return done
+
+    run: str
+    saves: bool = True
+    calls: dict[str, Call] = field(default_factory=dict)
+    macs: Counter[str] = field(default_factory=Counter)
+    saved: Counter[str] = field(default_factory=Counter)
+    uncounted: Counter[str] = field(default_factory=Counter)
+    unused: tuple[str, ...] = ()
+    error: Exception | None = None
+    failed: tuple[str, ...] = ()
 
 
-def _refuse_sharded(tree: Tree) -> None:
+class _Saved:
+    """A tensor that autograd saves for the backward pass; alive as long as autograd keeps it."""
+
+    __slots__ = ("__weakref__", "name", "tensor")
+
+    def __init__(self, tensor: Tensor, name: str) -> None:
+        self.tensor, self.name = tensor, name
+
+
+@cache
+def _written(func: Any) -> tuple[int | str, ...]:
+    """Positions, or names, of the arguments that an operation writes in place."""
+    # `_schema` is private, in torch 2.11 to 2.13. Without it parameters that a forward writes in
+    # place are not put back.
+    arguments = enumerate(getattr(getattr(func, "_schema", None), "arguments", ()))
+    return tuple(
+        a.name if a.kwarg_only else i
+        for i, a in arguments
+        if a.alias_info is not None and a.alias_info.is_write
+    )
+
+
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What is seen while a model runs: as a mode each operation, by `attach` each module's calls.
+
+    `write` is called with each tensor before it is written, None on fake tensors. A `bounded` run
+    is stopped by an exception when it goes too far; `stopped` stays true if the model swallows it.
+    """
+
+    supports_higher_order_operators = True  # else torch raises for flex attention
+
+    def __init__(self, tree: Tree, write: Callable[[Tensor], None] | None, bounded: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tree, self.write, self.bounded = tree, write, bounded
+        is_meta = any(t.is_meta for t in tree.tensors)
+        self.trace = Trace("meta" if is_meta else "real" if write else "fake")
+        self.names = {
+            place.module: place.name
+            for place in tree.firsts
+            if can_run(place.module) and not isinstance(place.module, torch.jit.ScriptModule)
+        }
+        # Names of the modules that run, with the exception that was being handled at each call: a
+        # model may call modules in an `except` block.
+        self.stack: list[tuple[str, BaseException | None]] = []
+        self.saved: list[weakref.ref[_Saved]] = []
+        self.storages = {storage_of(t)[0] for t in tree.tensors}
+        self.n_calls = self.n_macs = self.n_saved_bytes = 0
+        self.stopped = False
+
+    # Private, in torch 2.11 to 2.13: whether the compiler skips what runs inside. True, the
+    # default, costs a wrapper around every operation; nothing is compiled here. If torch no longer
+    # calls it, only time is lost.
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
+            with self:  # in inference mode composite operations arrive undivided
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        if self.bounded and (self.n_macs > MAX_MACS or self.n_saved_bytes > MAX_SAVED_BYTES):
+            self.stopped = True
+            raise _Stopped
+        if self.write is not None:
+            for at in _written(func):
+                written = args[at] if isinstance(at, int) and at < len(args) else kwargs.get(at)
+                for t in leaves(written):
+                    self.write(t)
+        out = func(*args, **kwargs)
+        macs = macs_of(func, args, kwargs, out)
+        if macs is None:
+            self.trace.uncounted[name_of(func)] += 1
+        elif macs:
+            self.trace.macs[self.here()] += macs
+            self.n_macs += macs
+        return out
+
+    def here(self) -> str:
+        """Name of the module that is running; the root's outside of every call."""
+        return self.stack[-1][0] if self.stack else ""
+
+    def attach(self, stack: Undo) -> None:
+        """Hooks every module that can run, until `stack` closes."""
+        for m in self.names:
+            before = m.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+            stack.callback(before.remove)
+            after = m.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+            stack.callback(after.remove)
+
+    def _before(self, m: nn.Module, args: Any, kwargs: Any) -> None:
+        _interrupt_here()
+        name = self.names[m]
+        self.stack.append((name, sys.exception()))
+        call = self.trace.calls.get(name)
+        if call is None:
+            call = self.trace.calls[name] = Call(self.n_calls)
+            inputs = Inputs(args, kwargs)
+            call.inputs = describe(inputs[0] if len(inputs) == 1 and not kwargs else inputs)
+            call.in_shape = shape_of(args[0] if len(args) == 1 else args)
+        self.n_calls += 1
+        call.n += 1
+
+    def _after(self, m: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        name, error = self.names[m], sys.exception()
+        running = tuple(at for at, _ in self.stack)
+        before: BaseException | None = error
+        while self.stack:  # also calls that ended by an exception the model caught
+            at, before = self.stack.pop()
+            if at == name:
+                break
+        if error is None or error is before:
+            self._returned(self.trace.calls[name], out)
+        elif isinstance(error, Exception) and error is not self.trace.error:
+            self.trace.error, self.trace.failed = error, running
+
+    def _returned(self, call: Call, out: Any) -> None:
+        call.shapes.append(shape_of(out))
+        text = describe(out)
+        if text not in call.outputs:
+            call.outputs.append(text)
+            names = map(dtype_name, leaves(out))
+            call.dtypes = [*dict.fromkeys([*call.dtypes, *names])]
+
+    def pack(self, t: Tensor) -> _Saved:
+        """Called by autograd with each tensor that it saves for the backward pass.
+
+        A node that saves its own output would make a reference cycle through it, which nothing
+        frees; so what a node has made is detached.
+        """
+        saved = _Saved(t.detach() if t.grad_fn is not None else t, self.here())
+        self.saved.append(weakref.ref(saved))
+        key, size = storage_of(t)
+        if key not in self.storages:
+            self.storages.add(key)
+            self.n_saved_bytes += size
+        return saved
+
+    def ended(self, out: Any, own: list[Tensor]) -> None:
+        """Records what can be seen only while `out` holds the graph; no error is left uncaught.
+
+        `own` are the model's tensors, which are not saved for backward: they are there anyway.
+        """
+        self.trace.error, self.trace.failed = None, ()
+        storages = {storage_of(t)[0] for t in own}
+        for saved in (s for ref in self.saved if (s := ref()) is not None):
+            key, size = storage_of(saved.tensor)
+            if key not in storages:
+                storages.add(key)
+                self.trace.saved[saved.name] += size
+        nodes = [node for node, _ in graph_nodes(out)]
+        # what a checkpoint recomputes is not in the graph yet
+        if nodes and not any("Checkpoint" in node.name() for node in nodes):
+            reached = {id(node.variable) for node in nodes if hasattr(node, "variable")}
+            reached |= set(map(id, leaves(out)))
+            self.trace.unused = tuple(
+                name for name, p in self.tree.params if p.requires_grad and id(p) not in reached
+            )
+
+
+def shape_of(x: Any) -> Any:
+    """The shapes in `x` as lists of int in the tuples, lists and dicts they came in, else None."""
+    if isinstance(x, Tensor):
+        return None if x.is_nested else [int(n) for n in x.shape]
+    if isinstance(x, dict):
+        return {str(k): shape_of(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [shape_of(v) for v in x] if isinstance(x, list) else tuple(shape_of(v) for v in x)
+    return None
+
+
+def trace(
+    tree: Tree, inputs: Inputs, read: Callable[[Trace], T], *, training: bool | None = None
+) -> T:
+    """Runs the model once and returns `read(trace)`, called before the model is put back.
+
+    The model's own error is stored in the trace. The run goes on without values, on fake tensors,
+    where it would take long or much memory (`MAX_MACS`, `MAX_SAVED_BYTES`) and the model can run so
+    (see `may_run_fake`). A model on meta runs on meta.
+
+    Args:
+        tree: of the model.
+        inputs: what its forward takes; it gets copies.
+        training: the mode of the run, None the model's own.
+
+    Raises:
+        ArgumentError: the model would wait for other processes.
+    """
+    _refuse_waiting(tree, training)
+    is_meta = any(t.is_meta for t in tree.tensors)
+    if is_meta:
+        inputs = copied_inputs(inputs, lambda t: t.detach().to("meta"))
+
+    def once(mode: Any = None, bounded: bool = False) -> tuple[Trace, T]:
+        found = _once(tree, inputs, read, training, mode=mode, bounded=bounded)
+        if _NO_SAVED_HOOKS in str(found[0].error):
+            found = _once(tree, inputs, read, training, mode=mode, bounded=bounded, saves=False)
+        return found
+
+    try:
+        return once(bounded=not is_meta and may_run_fake(tree))[1]
+    except _Stopped:
+        pass
+    fake = run_fake(tree, once)
+    return fake[1] if fake is not None else once()[1]
+
+
+def _refuse_waiting(tree: Tree, training: bool | None) -> None:
+    """Raises if a run of this process alone would wait for the others."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     for m in (*tree.wrappers, *tree.modules):
         if type(m).__module__.startswith("torch.distributed.fsdp"):
             raise ArgumentError(
                 f"the model is sharded by FSDP ({type(m).__name__}): a run would wait for the "
                 "other processes. Call it before fully_shard, on the model that one process holds."
             )
+        trains = m.training if training is None else training
+        if distributed and trains and isinstance(m, nn.SyncBatchNorm):
+            raise ArgumentError(
+                "the model has a SyncBatchNorm in training mode: a run would wait for the other "
+                "processes. Call it before convert_sync_batchnorm, or on model.eval()."
+            )
 
 
-def _reason(done: Trace | None, tree: Tree, given: Inputs) -> str:
-    if done is None:
-        return "sparse tensors" if fake_tensors.has_sparse(tree, given) else ""
-    where = f" in {done.failed[-1] or 'the model itself'}" if done.failed else ""
-    return f"{type(done.error).__name__}{where}"
+def _once(
+    tree: Tree,
+    inputs: Inputs,
+    read: Callable[[Trace], T],
+    training: bool | None,
+    *,
+    mode: Any,
+    bounded: bool,
+    saves: bool = True,
+) -> tuple[Trace, T]:
+    """One run, on the fake tensors of `mode` if there is one. Raises `_Stopped` if it is bounded.
 
-
-# On fake tensors torch 2.13 calls Python from C++ functions that must not throw (it looks up
-# `find_torch_dispatch_rule`): a Ctrl-C in there aborts the process. Nothing is computed here, so
-# the wait is short: till the next call of a module. A second Ctrl-C is raised at once.
-@uninterrupted
-def _run_fake(
-    tree: Tree, hooks: HookCopies, given: Inputs, training: bool | None, macs: bool
-) -> Trace | None:
-    mode = fake_tensors.new_mode()
-    if mode is None or fake_tensors.has_sparse(tree, given):
-        return None
-    try:
-        home = next((t.device for t in leaves(given) if not t.is_meta), None)
-        copied = _tree_of_copy(fake_tensors.fake_copy(tree, hooks, mode, home), tree)
-        fakes = fake_tensors.fake_inputs(given, mode)
-    except Exception:  # whatever cannot be copied without values is run for real
-        return None
-    real = {id(fake): t for fake, t in zip(leaves(fakes), leaves(given), strict=True)}
-    made = [weakref.ref(t) for t in leaves(fakes)]
-    kernels = FakeKernels(mode, real, made, macs=macs)
-    with fake_tensors.cleaned_up(tree, hooks, copied.model, made):
-        with sandbox.without_collections(), mode:
-            done = _run(copied, fakes, training, partial(Tracer, kernels=kernels, macs=macs))
-        if done.error is not None:
-            done.error = done.error.with_traceback(None)  # its frames hold what the run made
-        del fakes
-    return done
-
-
-def _run_real(
-    tree: Tree, hooks: HookCopies, given: Inputs, training: bool | None, macs: bool
-) -> Trace:
-    new = partial(Tracer, kernels=None, macs=macs)
-    done: Trace | None = None
-    with sandbox.preserve_random_states(lambda: done is None or done.drew):
-        try:
-            copied = _tree_of_copy(sandbox.real_copy(tree, hooks), tree)
-        except Exception:  # a module refuses to be copied, or memory is short
-            with sandbox.restore_after(tree):
-                hooks.remove_observers()
-                done = _run(tree, sandbox.real_inputs(given), training, new)
-            done.how = "itself"
-        else:
-            before = _versions(tree) if sandbox.shares_params(tree) else {}
-            done = _run(copied, sandbox.real_inputs(given), training, new)
-            if before:
-                done.how, now = "shared", _versions(tree)
-                done.written = tuple(name for name, n in before.items() if now.get(name) != n)
-    return done
-
-
-def _versions(tree: Tree) -> dict[str, int]:
-    """How often each parameter was written in place; not those through `.data`.
-
-    `_version` counts them, see `sandbox`; an inference tensor has none.
+    Without `saves` it does not see saved tensors, which torch.func refuses.
     """
-    return {name: p._version for name, p in tree.params if not p.is_inference()}
-
-
-def _tree_of_copy(model: nn.Module, original: Tree) -> Tree:
-    """The tree of a copy, which must not run modules of the original."""
-    tree = Tree(model)
-    if not {*map(id, tree.modules)}.isdisjoint(map(id, original.modules)):
-        raise TypeError("the __deepcopy__ of a module returns the module itself")
-    return tree
-
-
-def _run(tree: Tree, given: Inputs, training: bool | None, new: Callable[[Tree], Tracer]) -> Trace:
-    """Runs the model, twice if the first call makes layers, which only a second one can see."""
-    sandbox.set_mode(tree, training)
-    parts = Parts(tree.model)
-    done = _once(new, tree, given)
-    if not parts.changed():
-        return done
-    tree = Tree(tree.model)
-    if done.error is not None:
-        done.tree = tree
-        return done
-    again = _once(new, tree, given)
-    again.drew |= done.drew
-    return again
-
-
-def _once(new: Callable[[Tree], Tracer], tree: Tree, given: Inputs) -> Trace:
-    """One call; once more without a look at saved tensors if torch.func refuses that."""
-    done = _called(new(tree), given, saved=True)
-    if _NO_HOOKS not in str(done.error):
-        return done
-    again = _called(new(tree), given, saved=False)
-    again.drew |= done.drew
-    again.saves = False
-    return again
-
-
-def _called(tracer: Tracer, given: Inputs, *, saved: bool) -> Trace:
     with Undo() as stack:
+        write = stack.enter_context(untouched(tree))
+        set_mode(tree, training)
+        tracer = Tracer(tree, None if mode else write, bounded)
+        tracer.trace.saves = saves
         tracer.attach(stack)
-        stack.callback(leave_eager, tracer)
-        _enter_eager(tracer)
+        _switch_off(tracer, stack)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        if saved:
+        if mode is None:
+            inputs = real_inputs(inputs)
+        else:
+            inputs = copied_inputs(inputs, lambda t: mode.from_tensor(t.detach()))
+        try:
+            _call(tracer, inputs, mode, saves)
+        finally:
+            # The autograd graph refers to the tracer where Python's garbage collector cannot see
+            # it. With an error in the trace, whose frames hold the graph, none would be freed.
+            trace, tracer.trace = tracer.trace, Trace("none")
+        return trace, read(trace)
+
+
+def _switch_off(tracer: Tracer, stack: Undo) -> None:
+    """What would hide operations, or keep tensors of the run, is off until `stack` closes.
+
+    That are the compiler, which would compile the tracer; PyTorch's fused path, which calls no
+    layers of a TransformerEncoder; and autocast's cache of converted parameters.
+    """
+    if "torch.nn.attention.flex_attention" in sys.modules:
+        # Private, in torch 2.11 to 2.13: what `enter_eager` needs to be loaded. Flex attention
+        # loads the compiler when it is called, which is too late: it would be compiled.
+        import_module("torch._dynamo.eval_frame")
+    stack.callback(leave_eager, tracer)
+    enter_eager(tracer)
+    stack.callback(switch_fused_path, tracer, False)
+    switch_fused_path(tracer, True)
+    stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+    torch.set_autocast_cache_enabled(False)
+
+
+def _call(tracer: Tracer, inputs: Inputs, mode: Any, saves: bool) -> None:
+    """Calls the model under the tracer; its error is recorded."""
+    tree = tracer.tree
+    with Undo() as stack:
+        if mode is not None:
+            stack.enter_context(mode)
+        if saves:
             stack.enter_context(saved_tensors_hooks(tracer.pack, lambda packed: packed.tensor))
         stack.enter_context(tracer)
         try:
-            out = tracer.trace.tree.model(*given, **given.kwargs)
-            if isinstance(out, GeneratorType):
-                out = list(out)
-            tracer.ended(out)
+            out = tree.model(*inputs, **inputs.kwargs)
+            out = list(out) if isinstance(out, GeneratorType) else out
+            # autograd may have saved the fake tensors that `mode` made of the parameters
+            fakes = map(mode.from_tensor, tree.tensors) if mode is not None else ()
+            tracer.ended(out, [*tree.tensors, *fakes])
         except Exception as e:
             tracer.trace.error = e
-    return tracer.trace
-
-
-def _enter_eager(owner: object) -> None:
-    """Compiled parts run as they are written: the compiler would compile the tracer with them.
-
-    Flex attention loads the compiler when it is called, which would be too late.
-    """
-    if "torch.nn.attention.flex_attention" in sys.modules:
-        # Private, in torch 2.11 to 2.13: what `enter_eager` needs to be loaded. Without it flex
-        # attention would be compiled in the run.
-        import_module("torch._dynamo.eval_frame")
-    enter_eager(owner)
+    if tracer.stopped:
+        raise _Stopped
