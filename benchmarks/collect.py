@@ -2,10 +2,11 @@
 same bytes to files, and captum's `AV`.
 
 Bare is the loop with plain hooks, which does not wait for the disk. `collect` waits for its index
-alone, a small file that is replaced now and then; it is measured without that too. In each round every method runs once, in shuffled order, in a process that has run each of them before; wall
-clock until the files are closed, over the bare loop's of the same round. captum has one file for
-each batch and layer. SAELens needs a model of its own kind and is not measured. Memory is the
-greatest resident size of a fresh process (Linux).
+alone, a small file that is replaced now and then; it is measured without that too. In each round
+every method runs once, in shuffled order, in a process that has run each of them before; wall clock
+until the files are closed, over the bare loop's of the same round. captum has one file for each
+batch and layer. SAELens needs a model of its own kind and is not measured. Memory is the greatest
+resident size of a fresh process (Linux).
 
 glibc hands the pages of freed tensors back to the system and takes new ones, or does not: that
 depends on what lies behind them in memory, and changes the time of either loop by a third from run

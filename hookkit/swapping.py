@@ -22,6 +22,7 @@ from hookkit.checks import check_flag, check_module
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
 from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.hooks.entries import in_jit_trace, recomputing
+from hookkit.hooks.global_hooks import switch_fused_path
 from hookkit.hooks.snapshot import copied_containers, inputs_and_buffers, snapshot, unwrapped
 from hookkit.interrupts import block
 from hookkit.modules import edges, inner_key, unwrap
@@ -69,12 +70,8 @@ def swap(
     # Places are written through `Module._modules`, private by its name, since torch 0.1: the
     # public `setattr` and `register_module` run code of the user's class and cannot be undone.
     places, new = _planned(model, replacements)
-    hooks = []
     try:
-        # PyTorch's transformer layers call a part that has a hook; else they may read its weights
-        for made in new.values():
-            if not isinstance(made, torch.jit.ScriptModule):
-                hooks.append(made.register_forward_hook(_nothing))
+        switch_fused_path(places, on=True)  # it reads the weights of layers and calls none
         enter_eager(places)
         for parent, key, _, made in places:
             parent._modules[key] = made
@@ -85,8 +82,7 @@ def swap(
         raise
     finally:
         leave_eager(places)
-        for hook in hooks:
-            hook.remove()
+        switch_fused_path(places, on=False)
     if lost := _restore(places):
         raise HookError(lost)
     idle = [n for n, m in new.items() if isinstance(m, Catcher | GramWrapper) and not m.n_calls]
@@ -99,10 +95,6 @@ def swap(
             NeverFiredWarning,
             stacklevel=5,
         )
-
-
-def _nothing(*_: Any) -> None:
-    """A hook that does nothing."""
 
 
 def _planned(

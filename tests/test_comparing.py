@@ -172,7 +172,7 @@ def test_each_run_begins_with_the_same_state() -> None:
     assert (model[1].n, float(model[1].total)) == (0, 0.0)
 
 
-# -- what only one side has, or cannot be compared --------------------------------------------------
+# -- what only one side has, or cannot be compared -------------------------------------------------
 
 
 class Loop(nn.Module):

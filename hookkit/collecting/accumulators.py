@@ -34,15 +34,13 @@ class Mean:
 
     def __init__(self) -> None:
         self.n = 0
-        self._origin: Tensor | None = None  # a row near the others, so that sums stay small
-        self._sum: Tensor | None = None  # of the rows, less the origin
+        self._origin: Any = None  # a row near the others, so that sums stay small
+        self._sum: Any = None  # of the rows, less the origin
 
     @property
     def mean(self) -> Tensor | None:
         """Of the shape of a row, float64; None if there was no row."""
-        if self._origin is None or self._sum is None:
-            return None
-        return self._origin + self._sum / self.n
+        return None if self._origin is None else self._origin + self._sum / self.n
 
     def update(self, rows: Tensor, ids: Tensor) -> None:
         """Takes rows (n, ...)."""
@@ -87,15 +85,16 @@ class Covariance(Mean):
             [4., 8.]], dtype=torch.float64)
     """
 
-    _products: Tensor | None = None  # sum over rows of (x - origin)(x - origin)ᵀ
+    _products: Any = None  # sum over rows of (x - origin)(x - origin)ᵀ
 
     @property
     def cov(self) -> Tensor | None:
         """(d, d) float64, as `torch.cov` of the flattened rows; None for less than two rows."""
-        if self._products is None or self._sum is None or self.n < 2:
+        if self.n < 2:
             return None
         total = self._sum.flatten()
-        return (self._products - total.outer(total) / self.n) / (self.n - 1)
+        cov: Tensor = (self._products - total.outer(total) / self.n) / (self.n - 1)
+        return cov
 
     def _add(self, x: Tensor) -> None:
         super()._add(x)

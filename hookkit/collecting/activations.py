@@ -126,7 +126,8 @@ class Activations(Mapping[str, "Layer"]):
         return iter(self._parts[0]["settings"]["layers"])
 
     def __len__(self) -> int:
-        return len(self._parts[0]["settings"]["layers"])
+        layers: list[str] = self._parts[0]["settings"]["layers"]
+        return len(layers)
 
     def __repr__(self) -> str:
         try:
@@ -169,7 +170,7 @@ class Layer(Dataset[Tensor]):
         return _layer, (self._path, self.name)  # a worker maps the files itself
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return len(self.ids)
 
     def __getitem__(self, rows: Any) -> Tensor:
         places = self._places(rows)

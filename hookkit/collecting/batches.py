@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hookkit import ranks
 from hookkit.checks import kind_of, shown
-from hookkit.data import to_device
+from hookkit.data import n_batches, to_device
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.modules import unwrap
 from hookkit.nested import Inputs, describe
@@ -54,7 +54,7 @@ class Reading:
         if type(sampler) is DistributedSampler and self.ranks in (1, sampler.num_replicas):
             self.rank, self.ranks = sampler.rank, sampler.num_replicas
             # behind its last sample it begins anew
-            self.n_all = None if sampler.drop_last else len(sampler.dataset)
+            self.n_all = None if sampler.drop_last else n_batches(sampler.dataset)
         elif ids is None and self.ranks > 1:
             raise OptionError(
                 f"{WHO}: it is not known which samples of this loader each of the {self.ranks} "

@@ -31,6 +31,7 @@ class Row:
     Attributes:
         name: of the module in the first model, with the path of the tensor in what it returns;
             in the second, if only that has it.
+        path: that path, `""` if the module returns the tensor itself.
         other_name: its name in the second model.
         type: the module's class; in a file that does not say it, `""`.
         what: `"output"`; with `grads=True` also `"grad"`, the gradient of an output, and
@@ -63,6 +64,7 @@ class Row:
     own_different: int | None = None
     own_note: str = ""
     problem: str = ""
+    path: str = ""
 
     @property
     def differs(self) -> bool:
@@ -110,7 +112,7 @@ class Comparison:
             return tuple(r for r in self.rows if r.differs)
         own = [r for r in self.rows if r.own_different or (
             r.own_different is None and r.problem.startswith(MISSING))]  # fmt: skip
-        inner = tuple(r for r in own if not any(_is_around(r.name, other.name) for other in own))
+        inner = tuple(r for r in own if not any(_is_around(r, other) for other in own))
         return inner or tuple(r for r in self.rows if r.differs and r.own_different is None)
 
     @property
@@ -222,10 +224,10 @@ class Comparison:
         return pandas().DataFrame([asdict(r) for r in self.rows])
 
 
-def _is_around(name: str, other: str) -> bool:
-    """Whether a row of this name is of a module around the one of another name."""
-    name = name.partition("[")[0]
-    return other.startswith(f"{name}." * bool(name)) and other.partition("[")[0] != name
+def _is_around(row: Row, other: Row) -> bool:
+    """Whether a row is of a module around that of another."""
+    name, inner = (r.name.removesuffix(r.path) for r in (row, other))
+    return inner != name and inner.startswith(f"{name}." * bool(name))
 
 
 def _listed(what: str, texts: Sequence[str], where: str) -> list[str]:

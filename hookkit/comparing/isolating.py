@@ -19,7 +19,7 @@ from hookkit.modules import find, unwrap
 from hookkit.nested import Inputs, tmap
 
 
-def alone(a: nn.Module, b: nn.Module, partners: Mapping[str, str]) -> Alone:
+def alone(a: Any, b: Any, partners: Mapping[str, str]) -> Alone:
     """A function that calls the partner of a module of `a` in `b`, with the inputs of that."""
     fit = fitting(a, b)
 
@@ -69,22 +69,18 @@ def _accepted(m: nn.Module, inputs: Inputs) -> tuple[Inputs, list[str]]:
 def fitting(a: Any, b: Any) -> Callable[[Inputs], Inputs]:
     """A function that puts inputs on the device of `b`, and what has the dtype of `a` in its.
 
-    What is no model, but a file, has neither.
+    By their first floating point parameter; a side that is a file has none.
     """
-    (_, old), (device, new) = (
-        _home(x) if isinstance(x, nn.Module) else (None, None) for x in (a, b)
+    old, new = (
+        next((p for p in m.parameters() if p.is_floating_point()), None)
+        if isinstance(m, nn.Module)
+        else None
+        for m in (a, b)
     )
 
     def fit(t: Tensor) -> Tensor:
-        dtype = new if new is not None and t.dtype is old else t.dtype
-        return t.to(device or t.device, dtype)
+        if new is None:
+            return t
+        return t.to(new.device, new.dtype if old is not None and t.dtype == old.dtype else t.dtype)
 
-    return lambda inputs: tmap(fit, inputs)  # type: ignore[no-any-return]
-
-
-def _home(model: nn.Module) -> tuple[torch.device | None, torch.dtype | None]:
-    """The device of a model's tensors, and the dtype of its parameters, where each is one."""
-    devices = {t.device for t in (*model.parameters(), *model.buffers())}
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    device = next(iter(devices)) if len(devices) == 1 else None
-    return device, next(iter(dtypes)) if len(dtypes) == 1 else None
+    return lambda inputs: tmap(fit, inputs)

@@ -95,7 +95,7 @@ def difference(
     # on the CPU, since some accelerators have no float64
     flat_a, flat_b = (t.detach().reshape(-1).cpu() for t in (a, b))
     sums, most, n_different = torch.zeros(4, dtype=torch.float64), 0.0, 0
-    for p, q in zip(flat_a.split(_CHUNK), flat_b.split(_CHUNK), strict=True):
+    for p, q in zip(torch.split(flat_a, _CHUNK), torch.split(flat_b, _CHUNK), strict=True):
         if len(p):
             gap, x, y = _gap(p, q)
             n_different += int((gap > atol + rtol * x.abs()).sum())

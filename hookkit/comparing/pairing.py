@@ -73,7 +73,7 @@ def compared(
 def _row(side: Recorded, key: Key, path: str, x: Any) -> Row:
     name, kind = key.name + path, side.types.get(key.name, "")
     shape = tuple(x.shape) if isinstance(x, Tensor) else ()
-    return Row(name, name, kind, key.what, key.call, shape)
+    return Row(name, name, kind, key.what, key.call, shape, path=path)
 
 
 def _apart(row: Row, a: Any, b: Any, rtol: float | None, atol: float | None) -> Row:

@@ -19,6 +19,7 @@ from hookkit.comparing.measures import Parts, parts_in
 from hookkit.errors import ArgumentError
 from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.hooks.entries import Switch, attach, recomputing
+from hookkit.hooks.global_hooks import switch_fused_path
 from hookkit.hooks.snapshot import snapshot
 from hookkit.interrupts import Undo
 from hookkit.modelinfo.untouched import real_inputs, untouched
@@ -110,9 +111,8 @@ class Run:
         with Undo() as undo:
             undo.enter_context(untouched(self.model))
             undo.enter_context(torch.set_grad_enabled(self.loss is not None))
-            mha = torch.backends.mha  # whose fused path calls no layers
-            undo.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
-            mha.set_fastpath_enabled(False)
+            undo.callback(switch_fused_path, self, on=False)  # it calls no layers
+            switch_fused_path(self, on=True)
             undo.callback(leave_eager, self)
             enter_eager(self)
             for name, (m, _) in self.hooked.items():
@@ -153,7 +153,8 @@ class Run:
         self.into.add(key, parts, self.hooked[name][1])
         for path, t in parts if self.loss else ():
             if isinstance(t, Tensor) and t.requires_grad:
-                t.register_hook(partial(self._add_grad, key._replace(what="grad"), path))
+                see = partial(self._add_grad, key._replace(what="grad"), path)
+                t.register_hook(see)  # type: ignore[no-untyped-call]
 
     def _add_grad(self, key: Key, path: str, grad: Tensor) -> None:
         self.grads.setdefault(key, []).append((path, grad.detach()))
@@ -162,8 +163,8 @@ class Run:
         """Records the gradients of the outputs, the last one first, and of the parameters."""
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ArgumentError(
-                f"{WHO}: loss gave {describe(loss)}, and one number with a gradient is needed. Give "
-                "models with parameters that require one, and a loss that gives a scalar tensor."
+                f"{WHO}: loss gave {describe(loss)}, and one number with a gradient is needed. "
+                "Give models with parameters that require one, and a loss that gives a scalar tensor."
             )
         wanted = [*{id(p): p for p in self.model.parameters() if p.requires_grad}.values()]
         free = [t for t in inputs if t.requires_grad]
