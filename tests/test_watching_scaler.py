@@ -1,6 +1,6 @@
 """A GradScaler in a watched loop: what a step that it skips means for the record.
 
-An ordinary optimizer is then not called: for `watch` that is accumulation, which is right, since the
+An ordinary optimizer is then not called: for `watch` that is accumulation, which is right, as the
 weights are the same. The batch counts for the next step's record, once; its gradients do not.
 """
 
