@@ -74,15 +74,6 @@ def never_ran(run: Run) -> Run:
     return replace(each(emptied, run), losses=np.full(run.n_steps, np.nan))
 
 
-def without_layers(run: Run) -> Run:
-    def emptied(r: Record) -> Record:
-        values = {k: v[:0] for k, v in r.values.items()}
-        hist = None if r.hist is None else r.hist[:0]
-        return replace(r, names=(), types=(), values=values, hist=hist, meta={})
-
-    return each(emptied, run)
-
-
 def deep(n: int) -> Run:
     return made.run([(f"{i}", ("Linear", "ReLU")[i % 2]) for i in range(64)], n)
 
@@ -97,7 +88,6 @@ RUNS: dict[str, Callable[[], Run]] = {
     "all zero": lambda: blown_up(made.run(n=20), 0.0),
     "exploding": lambda: made.exploding(made.run(n=40, epoch=10)),
     "dead": lambda: made.dead(made.run(made.resnet_names(), 40)),
-    "no layers": lambda: without_layers(made.run(n=20)),
     "deep, broken at the end": lambda: blown_up(deep(6), np.nan, slice(3, None)),
     "broken throughout": lambda: blown_up(made.run(n=4), np.inf),
     "negative": lambda: blown_up(made.run(n=9), -3.0),
@@ -109,11 +99,6 @@ PAINTED = {"small", "292 layers", "2,000 steps"}  # of others the layout is as g
 @pytest.mark.parametrize("name", PICTURES)
 @pytest.mark.parametrize("state", RUNS)
 def test_every_picture_of_every_run_draws_without_a_warning(name: str, state: str) -> None:
-    if state == "no layers" and name in ("color_dim one layer", "plot_layer_stats"):
-        with pytest.raises(SelectionError):
-            PICTURES[name](RUNS[state]())
-        return
-
     picture = PICTURES[name](RUNS[state]())
 
     if state in PAINTED:
@@ -162,12 +147,9 @@ def test_no_global_state_of_matplotlib_changes() -> None:
     assert dict(mpl.rcParams) == before
 
 
-def test_a_picture_is_saved_as_png_only(tmp_path: Path) -> None:
+def test_only_pictures_are_saved_and_only_as_png(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r'writes PNG files only. Name it "run.png"'):
         plotting.save(Figure(), tmp_path / "run.pdf")
-
-
-def test_what_is_no_picture_is_not_saved() -> None:
     with pytest.raises(ArgumentError, match=r"expected a picture, found int"):
         plotting.png(3)
 

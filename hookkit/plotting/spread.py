@@ -92,17 +92,13 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Axe
     """
     record = by_module(as_record(record, "activation", "gradient"))
     hist = _check_hist(record)
-    columns = (
-        []
-        if step is None or not len(record)
-        else figures.columns_of("plot_density", record, [step])
-    )
-    ax = figures.new_axes(ax, 10, 4.5)  # only now: a refused step leaves no empty figure
     if not hist.any():
-        return figures.nothing(ax, "no finite value was recorded")
+        return figures.nothing(figures.new_axes(ax), "no finite value was recorded")
     counted = (hist.sum(axis=1) > 0).mean(axis=0)
-    usual = np.flatnonzero(counted >= min(0.5, counted.max()))
-    (column,) = columns or usual[-1:]
+    column = int(np.flatnonzero(counted >= min(0.5, counted.max()))[-1])
+    if step is not None:
+        (column,) = figures.columns_of("plot_density", record, [step])
+    ax = figures.new_axes(ax, 10, 4.5)  # only now: a refused step leaves no empty figure
     counts = hist[:, :, column]
     rows = np.flatnonzero(counts.sum(axis=1)).tolist()
     edges, *ticks = _value_axis(record)
@@ -142,7 +138,9 @@ def _value_axis(record: Record) -> tuple[Floats, Floats, list[str]]:
     if np.allclose(widths, widths[0], rtol=1e-3):
         least = top
     else:
-        powers = 100.0 ** np.arange(np.floor(np.log10(top) / 2), np.log10(least) / 2, -1)
+        each = max(2, round(np.log10(top / least) / 4))  # decades from tick to tick
+        last = np.log10(10 * least) / each  # the label of a smaller one would lie on that of 0
+        powers = 10.0 ** (each * np.arange(np.floor(np.log10(top) / each), last, -1))
         ticks = np.array([*-powers, 0, *powers[::-1]])
     # with 0.39 the linear part is as long as if the logarithmic one went on: no kink
     transform = SymmetricalLogTransform(10, least, 0.39).transform_non_affine
@@ -158,7 +156,7 @@ def _used(counts: Any) -> tuple[int, int]:
     return max(int(low) - 1, 0), min(int(high) + 1, counts.shape[1] - 1)
 
 
-def _tiles(ax: Any, record: Record, rows: list[int], head: str) -> None:
+def _tiles(ax: Any, record: Record, rows: list[int], head: str) -> Any:
     """Every layer a tile, all on one Axes: 24 Axes would take seconds to lay out."""
     if not rows or not len(record):
         return figures.nothing(ax)
@@ -183,16 +181,23 @@ def _tiles(ax: Any, record: Record, rows: list[int], head: str) -> None:
     head += f"; {every} records a column" * (every > 1)
     head += "; NaN or Inf in vermilion" * bool(broken.any())
     figures.title(ax, head + "\n" * (len(rows) > 1))  # above the names of the first row
-    figures.mark_steps(ax, record if len(rows) == 1 else None)
-    if len(rows) > 1:
-        ax.set_xticks(record.steps[[0, -1]])
-    shown = (ticks >= ys[0]) & (ticks <= ys[-1])
-    lines = range(-(-len(rows) // across))
-    places = [place - line * down for line in lines for place in ticks[shown]]
-    ax.set_yticks(places, [*np.array(names)[shown]] * len(lines), fontsize=8)
-    ax.set_ylabel(f"value of {KINDS[record.kind][:-1]}", fontsize=9)
-    ax.set_frame_on(False)
-    ax.grid(False)
+    _tile_ticks(ax, record, len(rows), (ticks, names), (ys[0], ys[-1], down))
     bar = ax.figure.colorbar(mesh, ax=ax, pad=0.01, aspect=25, fraction=0.03)
     bar.set_label("log10 of the share of values", fontsize=8)
     bar.ax.tick_params(labelsize=7)
+    return None
+
+
+def _tile_ticks(ax: Any, record: Record, n: int, ticks: Any, span: tuple[float, ...]) -> None:
+    """Values at the left of every row of tiles, whose `span` is given; steps below the first."""
+    (places, names), (low, high, down) = ticks, span
+    figures.mark_steps(ax, record if n == 1 else None)
+    if n > 1:
+        ax.set_xticks(record.steps[[0, -1]])
+    shown = (places >= low) & (places <= high)
+    lines = range(-(-n // ACROSS))
+    ys = [place - line * down for line in lines for place in places[shown]]
+    ax.set_yticks(ys, [*np.array(names)[shown]] * len(lines), fontsize=8)
+    ax.set_ylabel(f"value of {KINDS[record.kind][:-1]}", fontsize=9)
+    ax.set_frame_on(False)
+    ax.grid(False)
