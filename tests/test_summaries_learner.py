@@ -251,8 +251,9 @@ def test_a_batch_the_model_cannot_take_names_the_layer() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2") as e:
         learner_summary(learn)
 
-    assert "✗ 1" in e.value.__notes__[0]
-    assert "✗ got 4×7, is Linear(in_features=3, out_features=2, bias=True)" in e.value.__notes__[0]
+    assert (
+        "✗ 1 got 4×7, is Linear(in_features=3, out_features=2, bias=True)" in e.value.__notes__[0]
+    )
 
 
 def test_a_model_in_evaluation_is_seen_as_it_trains_and_stays_so() -> None:

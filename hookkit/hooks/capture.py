@@ -12,7 +12,6 @@ everything else. A collection makes the `Hook` around it on demand. (Over 300 li
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,7 +35,6 @@ from hookkit.hooks.entries import (
     brief,
     entry_of,
     graph_task,
-    in_thread,
     is_tracing,
     register,
     unregister,
@@ -311,22 +309,6 @@ class Capture(HookEntry):
             self.all.append(kept)
 
     # -- copied -------------------------------------------------------------------------------
-
-    def for_copy(self) -> HookEntry | None:
-        """The entry that edits as this one does and stores nothing, for a copy of its module."""
-        twin = self.uncounted() if self.edit else None
-        if twin is not None:
-            twin.callback = calls.after
-        return twin
-
-    def uncounted(self) -> Capture | None:
-        """One that edits as this does and stores nothing; None in another thread's block."""
-        block = self.switch
-        if not in_thread(block.thread):
-            return None
-        o = copy.copy(block.options)
-        object.__setattr__(o, "keep", "none")
-        return Capture(None, Block(o), self.name, self.leaf)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
         return Capture()

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from threading import enumerate as enumerate_threads
 from threading import get_ident
-from types import CodeType, MethodType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -210,21 +210,6 @@ class HookEntry:
         """Whether the model computes the same without this, so that `untouched` takes it off."""
         owner = getattr(self.callback, "__self__", None)
         return not self.edit or getattr(owner, "observes", False) is True
-
-    def for_copy(self) -> HookEntry | None:
-        """The entry for a copy of the module that is run to see what the model does.
-
-        None where this only observes. An edit is part of what the model computes: its entry edits
-        in the same way, and counts and stores nothing here.
-        """
-        f: Any = self.callback
-        if f is None or not self.edit:
-            return None
-        owner: Any = getattr(f, "__self__", None)
-        if hasattr(owner, "uncounted"):
-            owner = owner.uncounted()
-            return None if owner is None else HookEntry(MethodType(f.__func__, owner), edit=True)
-        return HookEntry(f, edit=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HookEntry:
         return HookEntry(None, edit=self.edit, keeps_output=self.keeps_output)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import Lock, local
 from typing import Any, Self, TextIO
 from weakref import ref
@@ -38,7 +38,7 @@ from hookkit.hooks.entries import (
 )
 from hookkit.hooks.snapshot import Options, Snapshotter, StoredValue
 from hookkit.hooks.views import ViewGradient, listen
-from hookkit.interrupts import block, uninterrupted
+from hookkit.interrupts import uninterrupted
 from hookkit.nested import Inputs, describe, tmap
 from hookkit.selecting import select, unwrap
 
@@ -189,26 +189,6 @@ def switch_fused_path(hook: object, on: bool) -> None:
         torch.backends.mha.set_fastpath_enabled(_fast_path and not _global)
 
 
-_stand_in = local()  # `now`: this thread runs a copy of a model, which global hooks do not see
-
-
-@block
-def stand_in_runs() -> Iterator[None]:
-    """Inside it a copy of a model can run: `hook_all` ignores this thread's calls.
-
-    PyTorch's fused path is off, since it does not call the layers of a TransformerEncoder.
-    """
-    before = getattr(_stand_in, "now", False)
-    token = object()
-    try:
-        switch_fused_path(token, True)
-        _stand_in.now = True
-        yield
-    finally:
-        _stand_in.now = before
-        switch_fused_path(token, False)
-
-
 def _is_real() -> bool:
     """Whether the forward runs for its values: not to be compiled, traced or repeated."""
     return not (is_compiling() or recomputing() or is_tracing())
@@ -258,8 +238,6 @@ class GlobalHook(Registered):
         if not _is_real() or self.removed or not isinstance(module, self._types):
             return
         if getattr(self._busy, "now", False):  # hook_func calls a module itself
-            return
-        if getattr(_stand_in, "now", False):
             return
         if not (self._block.on and in_thread(self._block.thread)):
             return

@@ -134,9 +134,6 @@ class GradHooks:
             for f in callbacks
         ]
 
-    def uncounted(self) -> None:
-        """None: a copy of the module that is run to see what the model does needs none of this."""
-
     # -- the output's
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:

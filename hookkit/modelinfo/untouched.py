@@ -7,6 +7,7 @@ copy, so that closures, caches and hooks find what they refer to.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,10 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hookkit.hooks.block import Registered
 from hookkit.hooks.entries import HookEntry
 from hookkit.hooks.global_hooks import global_tables, is_of_hook_all
 from hookkit.interrupts import Undo, block
 from hookkit.modelinfo.tree import Tree, storage_of
+from hookkit.nested import Inputs, leaves, tmap
 
 # Where modules hold hooks. Private by their names, since torch 1.0 (pre-hooks of backward: 2.0): no
 # public function takes a hook off that another has registered. One that is missing is skipped.
@@ -41,7 +44,8 @@ def untouched(
     put back.
 
     hookkit's hooks that only observe are off inside it, so that captures, statistics and `hook_all`
-    do not see the run. Edits and the user's own hooks are part of the model, and run.
+    do not see the run, but for captures that the model itself holds. Edits and the user's own hooks
+    are part of the model, and run.
 
     Args:
         model: a module, or its `Tree` if there is one already.
@@ -77,8 +81,10 @@ def untouched(
         undo.callback(_of_modules(modules, tree.scripted, [*attributes, *tables]))
         if not observers:
             tables += [vars(m).get(name, {}) for m in modules for name in _HOOKS]
+            held = [v for v in attributes if isinstance(v, Registered)]
+            own = {id(capture) for hook in held for capture in hook._captures}
             for table in tables:
-                for key in [key for key, hook in table.items() if _observes(hook)]:
+                for key in [key for key, hook in table.items() if _observes(hook, own)]:
                     del table[key]
         yield contents.copy
 
@@ -90,8 +96,12 @@ def set_mode(tree: Tree, training: bool | None) -> None:
             m.training = training
 
 
-def _observes(hook: Any) -> bool:
-    return hook.observes if isinstance(hook, HookEntry) else is_of_hook_all(hook)
+def _observes(hook: Any, own: set[int]) -> bool:
+    """Whether `hook` only observes, and is none of the captures `own` that the model itself has."""
+    if not isinstance(hook, HookEntry):
+        return is_of_hook_all(hook)
+    owner = getattr(hook.callback, "__self__", None)
+    return hook.observes and own.isdisjoint((id(hook), id(owner)))
 
 
 def _of_modules(modules: list[nn.Module], scripted: list[Any], values: list[Any]) -> Restore:
@@ -105,30 +115,29 @@ def _of_modules(modules: list[nn.Module], scripted: list[Any], values: list[Any]
         for m, kind, attributes in states:
             if type(m) is not kind:  # a lazy module becomes another in its first call
                 m.__class__ = kind
-            _refill(vars(m), attributes)
+            refill(vars(m), attributes)
         for container, content in containers:
-            _refill(container, content)
+            refill(container, content)
         for module, mode in modes:
             module.training = mode
 
     return restore
 
 
-def _refill(container: Any, content: Any) -> None:
-    """Makes `container` hold what `content` does, if it does not."""
+def refill(container: Any, content: Any) -> None:
+    """Makes a dict, list, set or deque hold what `content` does, if it does not."""
     if isinstance(container, set):
         same = container == content
-    elif isinstance(container, list):
-        same = len(container) == len(content) and all(map(_is, container, content))
     else:
-        same = [*container] == [*content] and all(map(_is, container.values(), content.values()))
+        same = [*map(id, container)] == [*map(id, content)]
+        same &= [*map(id, _values(container))] == [*map(id, _values(content))]
     if not same:
         container.clear()
-        (container.extend if isinstance(container, list) else container.update)(content)
+        (container.update if isinstance(container, dict | set) else container.extend)(content)
 
 
-def _is(a: Any, b: Any) -> bool:
-    return a is b
+def _values(x: Any) -> Any:
+    return x.values() if isinstance(x, dict) else ()
 
 
 def _of_process() -> Iterator[Restore]:
@@ -186,10 +195,9 @@ class Contents:
                 t.grad = grad
             if t.is_leaf and t.requires_grad != requires_grad:
                 t.requires_grad_(requires_grad)
-        with torch.no_grad():
-            for t, version, content in self.copies:
-                if _is_written(t, version, content):  # sync: one for each copy on a GPU
-                    t.copy_(content)
+        for t, version, content in self.copies:
+            if _is_written(t, version, content):  # sync: one for each copy on a GPU
+                t.data.copy_(content)  # `.data`, for graphs that have saved `t`
 
 
 def _is_replaced(t: Tensor, data: Tensor) -> bool:
@@ -211,3 +219,18 @@ def _is_written(t: Tensor, version: int, content: Tensor) -> bool:
         except RuntimeError:  # a dtype or subclass without `equal`
             pass
     return t._version != version
+
+
+def real_inputs(inputs: Inputs) -> Inputs:
+    """A deep copy of `inputs`, its tensors cloned and detached."""
+    return copied_inputs(inputs, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
+
+
+def copied_inputs(inputs: Inputs, one: Callable[[Tensor], Any]) -> Inputs:
+    """A deep copy of `inputs` with `one(t)` for each tensor `t`."""
+    made = {id(t): one(t) for t in leaves(inputs)}
+    try:
+        copied: Inputs = copy.deepcopy(inputs, dict(made))
+    except Exception:  # an open file, a generator: it is passed on as it is
+        copied = tmap(lambda t: made[id(t)], inputs)
+    return copied
