@@ -4,7 +4,8 @@ tree          `Tree`: a model read once: its places, modules, parameters and buf
 untouched     `untouched`: a block in which a model runs, and which puts it back.
 macs          Multiply-accumulates of the operations that PyTorch really runs.
 fakes         `run_fake`: a run on fake tensors, of which none stays behind.
-tracing       `trace`: one run of a model: calls, shapes, multiply-accumulates, saved tensors.
+tracer        What is seen of a run: calls, shapes, multiply-accumulates, saved tensors.
+tracing       `trace`: one run of a model, which stays as it was.
 first_layer   A made-up input for a model, from what its first layer says.
 info          fastai's helpers: `model_sizes`, `num_features_model`, `total_params` and others.
 

@@ -17,7 +17,8 @@ from torch import nn
 from hookkit.checks import check_module
 from hookkit.errors import ModelRunError, OptionError
 from hookkit.modelinfo.first_layer import dummy_input
-from hookkit.modelinfo.tracing import Trace, trace
+from hookkit.modelinfo.tracer import Trace
+from hookkit.modelinfo.tracing import trace
 from hookkit.modelinfo.tree import Tree, numel
 from hookkit.modelinfo.untouched import set_mode, untouched
 from hookkit.modules import children, unwrap

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.modelinfo.info import share
-from hookkit.modelinfo.tracing import Trace
+from hookkit.modelinfo.tracer import Trace
 from hookkit.modelinfo.tree import Place, Tree, dtype_name, numel, storage_of
 from hookkit.modules import can_run, join
 from hookkit.nested import describe

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from hookkit.checks import check_flag, check_module, check_number, kind_of
 from hookkit.errors import ArgumentError, OptionError
-from hookkit.modelinfo.tracing import Trace, trace
+from hookkit.modelinfo.tracer import Trace
+from hookkit.modelinfo.tracing import trace
 from hookkit.modelinfo.tree import Tree, dtype_name, numel, storage_of
 from hookkit.nested import Inputs, describe, leaves
 from hookkit.summaries.drawing import checked_columns
