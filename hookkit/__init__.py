@@ -48,7 +48,7 @@ Train
                                              LogTo, ProgressCallback, TrainEvalCallback
     end a batch, an epoch, a fit early       CancelBatchException and others of its kind
 
-Errors are HookkitErrors, warnings HookkitWarnings. In a shell: python -m hookkit --help.
+Errors are HookkitErrors, warnings HookkitWarnings.
 """
 
 # Which files there are, and which may import which: the rows in docs/develop/architecture.md.

@@ -116,13 +116,14 @@ def test_replaced_memory_is_put_back() -> None:
     assert (model.weight.shape, model.running_mean.sum()) == ((3,), 0)
 
 
-def test_what_was_not_written_can_still_be_used_by_a_graph() -> None:
+@pytest.mark.parametrize("training", [True, False])
+def test_a_graph_from_before_can_still_be_used(training: bool) -> None:
     model = nn.BatchNorm1d(3)
-    x = torch.ones(2, 3, requires_grad=True)
-    loss = (x * model.running_var).sum()
+    x = torch.randn(2, 3, requires_grad=True)
+    loss = (x * model.running_var).sum() + model(x).sum()
 
     with untouched(model, params=True):
-        model.eval()(x)
+        model.train(training)(x)
 
     loss.backward()
 

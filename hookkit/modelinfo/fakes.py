@@ -17,7 +17,7 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from hookkit.errors import ModelRunError
 from hookkit.hooks.entries import HookEntry
 from hookkit.interrupts import uninterrupted
 from hookkit.modelinfo.tree import Tree
+from hookkit.modelinfo.untouched import refill
 
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 _MAX_OBJECTS = 200_000  # a model whose code reaches more runs for real
 _LIBRARIES = {"torch", "numpy", "hookkit", *sys.stdlib_module_names}
-_CONTAINERS = (dict, list, set, deque)
+_VALUES = (Tensor, ModuleType, str, bytes, int, float)
 _CACHED = type(lru_cache(len))
 
 
@@ -109,10 +110,8 @@ def _any_left(mode: Any) -> int:
     """How many fake tensors of `mode` are alive."""
 
     def count() -> int:
-        return sum(
-            issubclass(type(x), Tensor) and getattr(x, "fake_mode", None) is mode
-            for x in gc.get_objects()
-        )
+        tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
+        return sum(getattr(x, "fake_mode", None) is mode for x in tensors)
 
     if count():  # some may wait in a reference cycle
         gc.collect()
@@ -132,13 +131,13 @@ class Outside:
     """
 
     def __init__(self, tree: Tree) -> None:
-        self.states: list[tuple[Callable[[Any], None], Any]] = []
+        self.states: list[tuple[Callable[..., Any], Any]] = []
         own = [*tree.wrappers, *tree.modules, *tree.tensors]
         found = {id(x): x for x in own}  # holds what it has found, so that ids stay unique
         stack = [x for m in own if isinstance(m, nn.Module) for x in (type(m), *vars(m).values())]
         while stack and len(found) < _MAX_OBJECTS:
             x = stack.pop()
-            if id(x) not in found and not isinstance(x, Tensor | str | bytes | int | float):
+            if id(x) not in found and not isinstance(x, _VALUES):
                 found[id(x)] = x
                 stack += self._note(x)
         self.too_much = bool(stack)
@@ -148,69 +147,53 @@ class Outside:
         for put, content in self.states:
             put(content)
 
-    def _note(self, x: Any) -> list[Any]:
-        """Notes the content of `x`, if it has any that can change; returns what it refers to."""
+    def _note(self, x: Any) -> Iterable[Any]:
+        """Notes the content of `x`, if it has any that can change; gives what it refers to."""
         if isinstance(x, FunctionType):
-            return self._of_function(x)
+            return () if _is_library(x) else self._of_function(x)
         if isinstance(x, MethodType | BuiltinMethodType):
-            return [getattr(x, "__func__", None), x.__self__]
-        if isinstance(x, partial):
-            return [x.func, *x.args, x.keywords]
+            return getattr(x, "__func__", None), x.__self__
         if isinstance(x, _CACHED):
-            self.states.append((lambda _, clear=x.cache_clear: clear(), None))
-            return [x.__wrapped__]
+            self.states.append((lambda clear: clear(), x.cache_clear))
+            return (x.__wrapped__,)
         if isinstance(x, CellType):
             return self._of_cell(x)
-        if isinstance(x, _CONTAINERS):
-            content = x.copy() if isinstance(x, deque) else _plain(x)
-            self.states.append((partial(_refill, x), content))
         if isinstance(x, type):
             return self._of_class(x)
-        return [*self._of_attributes(x), *(gc.get_referents(x) if _has_items(x) else ())]
+        if isinstance(x, (dict, list, set, deque)):
+            kind = next(kind for kind in (dict, list, set, deque) if isinstance(x, kind))
+            self.states.append((partial(refill, x), kind(x)))
+        if isinstance(x, (dict, list, set, deque, tuple, partial)):
+            return gc.get_referents(x)
+        own = getattr(x, "__dict__", None)
+        return (own, type(x)) if type(own) is dict else ()
 
     def _of_function(self, f: FunctionType) -> list[Any]:
-        if _is_library(f):
-            return []
-        names, homes = _names(f.__code__), [f.__globals__]
-        used = [f.__closure__, f.__defaults__, f.__kwdefaults__, vars(f)]
-        while homes:  # the function's own names, and those in Python modules that it uses
-            home = homes.pop()
-            content = {n: home[n] for n in names if n in home}
+        """Its own global names, and those that it reads in Python modules of the user."""
+        names = _names(f.__code__)
+        homes, used = [f.__globals__], [f.__closure__, f.__defaults__, f.__kwdefaults__, vars(f)]
+        for home in homes:
+            content = {name: home[name] for name in names if name in home}
             self.states.append((partial(_set_names, home, names), content))
             modules = [v for v in content.values() if isinstance(v, ModuleType)]
             if home is f.__globals__:
                 homes += [vars(m) for m in modules if not _is_library(m)]
-            used += [v for v in content.values() if not isinstance(v, ModuleType)]
+            used += content.values()
         return used
 
-    def _of_cell(self, cell: CellType) -> list[Any]:
+    def _of_cell(self, cell: CellType) -> tuple[Any, ...]:
         try:
             content = cell.cell_contents
         except ValueError:  # it is not bound yet
-            return []
+            return ()
         self.states.append((partial(setattr, cell, "cell_contents"), content))
-        return [content]
+        return (content,)
 
     def _of_class(self, kind: type) -> list[Any]:
         kinds = [c for c in kind.__mro__ if not _is_library(c)]
-        for c in kinds:
-            self.states.append((partial(_set_attributes, c), dict(vars(c))))
+        self.states += [(partial(_set_attributes, c), dict(vars(c))) for c in kinds]
         values = [v for c in kinds for v in vars(c).values()]
         return [getattr(v, "fget", None) or getattr(v, "__func__", v) for v in values]
-
-    def _of_attributes(self, x: Any) -> list[Any]:
-        held = getattr(x, "__dict__", None)
-        if type(held) is not dict or isinstance(x, ModuleType):
-            return []
-        return [held, type(x)]
-
-
-def _has_items(x: Any) -> bool:
-    return isinstance(x, (*_CONTAINERS, tuple, frozenset))
-
-
-def _plain(x: Any) -> Any:
-    return next(kind(x) for kind in (dict, list, set) if isinstance(x, kind))
 
 
 def _names(code: CodeType) -> set[str]:
@@ -224,22 +207,15 @@ def _is_library(x: Any) -> bool:
     return str(name).partition(".")[0] in _LIBRARIES
 
 
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    (container.update if isinstance(container, dict | set) else container.extend)(content)
-
-
 def _set_names(home: dict[str, Any], names: set[str], content: dict[str, Any]) -> None:
-    for name in names:
-        if name in content:
-            home[name] = content[name]
-        else:
-            home.pop(name, None)
+    for name in names.difference(content):
+        home.pop(name, None)
+    home.update(content)
 
 
 def _set_attributes(kind: type, content: dict[str, Any]) -> None:
-    for name in [n for n in vars(kind) if n not in content]:
+    for name in [name for name in vars(kind) if name not in content]:
         delattr(kind, name)
     for name, value in content.items():
-        if vars(kind).get(name) is not value:
+        if vars(kind)[name] is not value:
             setattr(kind, name, value)

@@ -115,30 +115,29 @@ def _of_modules(modules: list[nn.Module], scripted: list[Any], values: list[Any]
         for m, kind, attributes in states:
             if type(m) is not kind:  # a lazy module becomes another in its first call
                 m.__class__ = kind
-            _refill(vars(m), attributes)
+            refill(vars(m), attributes)
         for container, content in containers:
-            _refill(container, content)
+            refill(container, content)
         for module, mode in modes:
             module.training = mode
 
     return restore
 
 
-def _refill(container: Any, content: Any) -> None:
-    """Makes `container` hold what `content` does, if it does not."""
+def refill(container: Any, content: Any) -> None:
+    """Makes a dict, list, set or deque hold what `content` does, if it does not."""
     if isinstance(container, set):
         same = container == content
-    elif isinstance(container, list):
-        same = len(container) == len(content) and all(map(_is, container, content))
     else:
-        same = [*container] == [*content] and all(map(_is, container.values(), content.values()))
+        same = [*map(id, container)] == [*map(id, content)]
+        same &= [*map(id, _values(container))] == [*map(id, _values(content))]
     if not same:
         container.clear()
-        (container.extend if isinstance(container, list) else container.update)(content)
+        (container.update if isinstance(container, dict | set) else container.extend)(content)
 
 
-def _is(a: Any, b: Any) -> bool:
-    return a is b
+def _values(x: Any) -> Any:
+    return x.values() if isinstance(x, dict) else ()
 
 
 def _of_process() -> Iterator[Restore]:
@@ -196,10 +195,9 @@ class Contents:
                 t.grad = grad
             if t.is_leaf and t.requires_grad != requires_grad:
                 t.requires_grad_(requires_grad)
-        with torch.no_grad():
-            for t, version, content in self.copies:
-                if _is_written(t, version, content):  # sync: one for each copy on a GPU
-                    t.copy_(content)
+        for t, version, content in self.copies:
+            if _is_written(t, version, content):  # sync: one for each copy on a GPU
+                t.data.copy_(content)  # `.data`, for graphs that have saved `t`
 
 
 def _is_replaced(t: Tensor, data: Tensor) -> bool:

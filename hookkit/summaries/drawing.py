@@ -1,6 +1,6 @@
 """A summary drawn: equal siblings folded into one line, as text or as HTML that folds.
 
-Builds on `rows`; `summary.Summary` is what is drawn. A line may represent many rows, so that the
+Builds on `rows`; `result.Summary` is what is drawn. A line may represent many rows, so that the
 sum of `shown × times` over all lines is the total of the summary, whatever is folded or cut.
 """
 
@@ -18,7 +18,7 @@ from hookkit.summaries.rows import Row, Totals
 from hookkit.texts import clip, harmless, nbytes, pad, percent, si, wrap
 
 if TYPE_CHECKING:
-    from hookkit.summaries.summary import Summary
+    from hookkit.summaries.result import Summary
 
 _NONE = Totals()
 _WIDE = 100  # without a terminal
@@ -242,11 +242,12 @@ def _label(line: Line, s: Summary) -> str:
 def as_html(s: Summary, columns: Any, fold: bool, depth: int | None) -> str:
     """The summary as nested `<details>`; a closed container shows the totals of all inside it."""
     names, root = checked_columns(columns, s.run != "none"), tree(s.rows, fold, depth)
-    opened, level, n = set[int](), [root], 0
-    while level and n <= _OPEN_ROWS:
-        opened |= {id(line) for line in level}
-        level = [below for line in level if line.fold == 1 for below in line.inside]
-        n += len(level)
+    opened, level, n = {id(root)}, root.inside, len(root.inside)
+    while level:
+        level = [line for line in level if line.fold == 1]
+        n += sum(len(line.inside) for line in level)
+        opened |= {id(line) for line in level} if n <= _OPEN_ROWS else set()
+        level = [below for line in level for below in line.inside] if n <= _OPEN_ROWS else []
 
     def cells(line: Line) -> str:
         shown = ((c, escape(_cell(c, line))) for c in names)
@@ -258,7 +259,7 @@ def as_html(s: Summary, columns: Any, fold: bool, depth: int | None) -> str:
             total = replace(line, shown=_times(line.shown, line.fold))
             return f'<div class="g r">{head}{cells(total)}</div>'
         total = replace(line, shown=_times(line.row.total, line.fold), closed=True)
-        is_open = (id(line) in opened and line.fold == 1) or line.row.name in s.failed
+        is_open = id(line) in opened or line.row.name in s.failed
         inside = "".join(map(drawn, line.inside))
         return (
             f'<details{" open" * is_open}><summary class="g">{head}{cells(total)}</summary>'

@@ -17,8 +17,9 @@ from hookkit.errors import ArgumentError, ModelRunError
 from hookkit.modelinfo.tree import Tree
 from hookkit.modelinfo.untouched import untouched
 from hookkit.nested import Inputs, leaves, tmap
+from hookkit.summaries.result import Summary
 from hookkit.summaries.rows import Row
-from hookkit.summaries.summary import Summary, run_summary
+from hookkit.summaries.summarizing import run_summary
 from hookkit.texts import harmless, percent
 
 _N = 76  # fastai's width
