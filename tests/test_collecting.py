@@ -214,14 +214,6 @@ def test_a_function_of_the_batch_is_mask_and_ids(tmp_path: Path) -> None:
     assert torch.equal(acts["0"][:], model[0](rows())[2::3].detach())
 
 
-def test_ids_by_position_are_not_an_input(tmp_path: Path) -> None:
-    batches = [(torch.tensor([5, 3]), torch.ones(2, 4), torch.zeros(2))]
-
-    acts = collect(net(), batches, "0", tmp_path, ids=0)
-
-    assert acts.ids.tolist() == [5, 3]
-
-
 def test_a_hook_reduces_and_inputs_are_rows_too(tmp_path: Path) -> None:
     model, batches = Text(), texts()
 
@@ -292,19 +284,6 @@ def test_nothing_of_the_model_and_the_process_is_changed(tmp_path: Path) -> None
         collect(model, loader(), "2", tmp_path / "b", hook=lambda o: 1 / 0)
 
     assert fingerprint(model, (), {}) == before
-
-
-def test_a_model_that_runs_in_inference_mode_is_seen(tmp_path: Path) -> None:
-    class Frozen(nn.Sequential):
-        @torch.inference_mode()
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x)
-
-    model = net()
-
-    acts = collect(Frozen(*model), loader(), "0", tmp_path)
-
-    assert torch.equal(acts["0"][:], model[0](rows()).detach())
 
 
 def test_a_compiled_model_is_seen(tmp_path: Path) -> None:

@@ -357,29 +357,6 @@ def test_own_errors_of_modules_that_work_in_place_are_right() -> None:
     assert different(compare_models(model, broken(model, "a.weight"), X, isolate=True)) == ["a"]
 
 
-def test_own_errors_of_modules_that_share_a_dict_are_right() -> None:
-    class Writes(nn.Module):
-        def __init__(self, i: int) -> None:
-            super().__init__()
-            self.lin, self.i = nn.Linear(4, 4), i
-
-        def forward(self, x: Tensor, cache: dict[int, Tensor]) -> Tensor:
-            cache[self.i] = self.lin(x)
-            return cache[self.i]
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        cache: dict[int, Tensor] = {}
-        for layer in m.layers:
-            x = layer(x, cache)
-        return x + sum(cache.values())
-
-    model = Net(forward, layers=nn.ModuleList(Writes(i) for i in range(3)))
-
-    comparison = compare_models(model, broken(model, "layers.0.lin.bias"), X, isolate=True)
-
-    assert different(comparison) == ["layers.0.lin"]
-
-
 def test_own_errors_of_recursive_calls_are_right() -> None:
     class Again(nn.Module):
         def __init__(self) -> None:
@@ -590,14 +567,6 @@ def test_a_capture_of_inputs_is_no_capture_of_outputs(tmp_path: Path) -> None:
         compare_models(h.save(tmp_path / "inputs.safetensors"), model, X)
 
 
-def test_a_file_of_another_writer_is_read(tmp_path: Path) -> None:
-    save_file = pytest.importorskip("safetensors.torch").save_file
-    model, path = nn.Sequential(nn.Linear(4, 4)), tmp_path / "x.safetensors"
-    save_file({"0": model(X).detach()}, path, {"keys": "no json"})
-
-    assert compare_models(path, model, X).first is None
-
-
 # -- errors and text ------------------------------------------------------------------------------
 
 
@@ -668,13 +637,3 @@ def test_text_and_frame_show_the_first_difference() -> None:
     frame = comparison.to_df()
     assert isinstance(frame, pd.DataFrame)
     assert list(frame["name"]) == [r.name for r in comparison]
-
-
-def test_the_text_shows_the_largest_own_errors() -> None:
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
-    other = broken(model, "1.bias", "9.bias", "17.bias")
-
-    lines = compare_models(model, other, X, isolate=True).text().splitlines()
-
-    assert ", 3 by their own error, first 1 Linear" in lines[0]
-    assert [line.split()[0] for line in lines[2:5]] == ["→", "9", "17"]

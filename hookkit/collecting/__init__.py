@@ -2,6 +2,7 @@
 
 collecting    `collect`: runs a model over a loader.
 batches       A batch of a loader: the model's inputs, and the rows that count, with their ids.
+settings      What rows depend on, to be compared when a run goes on.
 files         The rows of one process on disk.
 activations   `Activations`: reading them.
 accumulators  `Mean`, `Covariance`, `TopK`: statistics in place of rows.

@@ -6,8 +6,7 @@ layers run: `Files`, or `Accumulators`.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,15 +28,16 @@ from hookkit.collecting.accumulators import Accumulators
 from hookkit.collecting.activations import Activations
 from hookkit.collecting.batches import WHO, Field, Reading
 from hookkit.collecting.files import Files
-from hookkit.data import DataLoaders, batch_size, n_batches, no_batches
-from hookkit.errors import ArgumentError, HookError, ModelRunError, OptionError
+from hookkit.collecting.settings import about, name_of
+from hookkit.data import DataLoaders, batch_size, no_batches
+from hookkit.errors import HookError, ModelRunError, OptionError
 from hookkit.hooks.block import StopForward
 from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.hooks.entries import Switch, attach, called, part_at
 from hookkit.hooks.snapshot import FUNCTION_OF
 from hookkit.interrupts import Undo
 from hookkit.modelinfo.untouched import untouched
-from hookkit.modules import class_name, unwrap
+from hookkit.modules import unwrap
 from hookkit.nested import Inputs, describe, named_leaves
 from hookkit.selecting import Selection, select
 
@@ -142,8 +142,8 @@ def collect(
     settings = {
         "layers": [*layers],
         **{"per": per, "inputs": inputs, "dtype": dtype and str(dtype), "n": n},
-        **{"hook": _name(hook), "mask": _name(mask), "ids": _name(ids)},
-        **_about(model, batches),
+        **{"hook": name_of(hook), "mask": name_of(mask), "ids": name_of(ids)},
+        **about(model, batches),
         **{"rank": reading.rank, "ranks": reading.ranks},
     }
     files = Files(folder / f"rank{reading.rank}", settings)
@@ -152,43 +152,6 @@ def collect(
     with ranks.together("call collect"):
         ranks.gather_object(None)  # all parts are whole from here on
     return Activations(folder)
-
-
-def _name(x: Any) -> Any:
-    """What stands for a function, whose code cannot be compared, in an index."""
-    return getattr(x, "__qualname__", type(x).__name__) if callable(x) else x
-
-
-def _about(model: nn.Module, loader: Any) -> dict[str, Any]:
-    """What rows depend on and can be compared: weights, modes, autocast, the loader's size."""
-    root = unwrap(model)
-    tensors = [*root.parameters(), *root.buffers()]
-    if any(map(nn.parameter.is_lazy, tensors)):
-        raise ArgumentError(f"{WHO}: a parameter has no shape yet. Run the model once.")
-    modes = [m.training for m in root.modules()]
-    device = tensors[0].device.type if tensors else "cpu"
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    n_samples = n_batches(getattr(loader, "dataset", None))
-    if isinstance(loader, list | tuple):
-        n_samples = sum(map(batch_size, loader))
-    return {
-        "model": f"{class_name(root)} with weights {_check_sum(tensors):08x}",
-        "mode": f"training in {sum(modes)} of {len(modes)} modules",
-        "autocast": str(autocast),
-        **{"batches": n_batches(loader), "data set": n_samples},
-    }
-
-
-def _check_sum(tensors: Iterable[Any]) -> int:
-    """Of shapes and of the sum of all bytes of each tensor."""
-    texts = []
-    for t in tensors:
-        t = t.to_local() if hasattr(t, "to_local") else t  # this rank's part of a sharded one
-        texts.append(f"{tuple(t.shape)} {t.dtype}")
-        with suppress(RuntimeError, NotImplementedError):  # sparse, quantized, on meta
-            raw = t.detach().contiguous().flatten().view(torch.uint8)
-            texts.append(str(int(raw.sum(dtype=torch.int64))))
-    return zlib.crc32(" ".join(texts).encode())
 
 
 @dataclass(eq=False)

@@ -164,7 +164,7 @@ class Run:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ArgumentError(
                 f"{WHO}: loss gave {describe(loss)}, and one number with a gradient is needed. "
-                "Give models with parameters that require one, and a loss that gives a scalar tensor."
+                "Give models with parameters that require one, and a loss that gives a scalar."
             )
         wanted = [*{id(p): p for p in self.model.parameters() if p.requires_grad}.values()]
         free = [t for t in inputs if t.requires_grad]
