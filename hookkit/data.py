@@ -124,9 +124,10 @@ def to_device(x: Any, device: torch.device) -> Any:
     """
     if isinstance(x, Tensor):
         return x if x.device == device else x.to(device, non_blocking=True)
-    if not is_container(x):
+    is_plain = type(x) is tuple or type(x) is list  # the usual batch: no paths are needed
+    if not (is_plain or is_container(x)):
         return x.to(device) if hasattr(x, "to") else x
-    parts = [part for _, part in parts_of(x)]
+    parts = x if is_plain else [part for _, part in parts_of(x)]
     moved = [to_device(part, device) for part in parts]
     return x if all(a is b for a, b in zip(moved, parts, strict=True)) else rebuilt(x, moved)
 
