@@ -166,7 +166,7 @@ def test_in_a_learner_with_validation(net: Net) -> None:
     loader: Any = torch.utils.data.DataLoader(Data(), 4)
     stats = ActivationStats(functions=[F.relu], on_valid=True)
     learn = Learner(DataLoaders(loader, loader), net, nn.MSELoss(), lr=0.01, cbs=stats)
-    with learn.no_logging(), learn.no_bar():
+    with learn.no_logging():
         learn.fit(2)
 
     assert stats.record().steps.tolist() == [0, 1, 2, 3]

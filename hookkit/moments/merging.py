@@ -47,9 +47,7 @@ def merged(
     o, history = stats.options, stats.history
     edges = None if o.bins is None else o.bins.edges.tolist()
     history.check_ranks(stats.kind, (o.eps, edges, o.exact_hist, o.window), str(o))
-    types = dict(zip(stats.names, stats.types, strict=True))
-    if not ranks.alike(types):
-        types = ranks.union(types)
+    types = ranks.union(dict(zip(stats.names, stats.types, strict=True)))
     names, kinds = list(types), list(types.values())
     order = [names.index(name) for name in stats.names]
     units = {names.index(name): table for name, table in _own_counts(stats).items()}

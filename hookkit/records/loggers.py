@@ -30,8 +30,7 @@ def log_to(writer: Any, source: Any, *, statistics: Iterable[str] | None = None)
 
     A recorder, Watcher or Learner sends what is new since it was last sent to this writer, so that
     `w.log_to(writer)` can be called after each epoch; a Record or a Run is sent whole. `LogTo` does
-    the same while it trains. Of a run that `watch(…, resume=run)` goes on from, only what comes
-    after is sent: send that run itself if the writer has not got it.
+    the same while it trains.
 
     Names are `loss`, `grad_norm`, `lr`, `epoch/valid_loss`, `activation/mean/layer1.0`. Histograms
     go to TensorBoard, wandb and trackio, with the bins they were recorded in: a kilobyte each,
@@ -93,8 +92,6 @@ def sent_to(target: Target, source: Any) -> Sent:
         if held() is writer or held() == writer:
             return sent
     new: Sent = {}
-    if (earlier := vars(source).get("earlier")) is not None:  # a run that is resumed was sent
-        send(Target(None), earlier, new)
     try:
         writers.append((ref(writer), new))
     except TypeError:  # it cannot be held weakly: it lives as long as the source

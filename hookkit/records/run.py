@@ -173,9 +173,9 @@ class Run(Plain, Exports, Views):
         """This run and a later one of the same model (a Run, or what `as_run` takes), as one run.
 
         The later one's steps, epochs and batches follow on this one's: they are counted on, unless
-        it was numbered on already, by `watch(…, resume=run)` or by the library whose training was
-        resumed. If it then begins within this run, this one counts up to there. An epoch that this
-        one ended within is one of both.
+        it was numbered on already, by the library whose training was resumed. If it then begins
+        within this run, this one counts up to there. An epoch that this one ended within is one of
+        both.
 
         Raises:
             OptionError: they were recorded with other options.

@@ -16,7 +16,7 @@ from typing import Any
 
 from hookkit.checks import check_path, kind_of
 from hookkit.errors import ArgumentError, OptionError
-from hookkit.files import append_lines, cut_to, end_of
+from hookkit.files import append_lines
 from hookkit.texts import csv_line
 
 Scalars = Callable[[int, dict[str, Any]], object]  # takes the numbers of one step, by name
@@ -37,15 +37,6 @@ class Target:
     scalars: Scalars = lambda step, values: None
     in_order: bool = False
     bars: Any = None
-
-    def end(self) -> list[int]:
-        """Where a file ends; of what is no file it is not known."""
-        return end_of(Path(self.given)) if isinstance(self.given, str) else []
-
-    def cut_to(self, end: list[int]) -> None:
-        """Takes away what a file has got since it ended there."""
-        if isinstance(self.given, str):
-            cut_to(Path(self.given), end)
 
     @property
     def takes_histograms(self) -> bool:

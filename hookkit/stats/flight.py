@@ -75,7 +75,7 @@ class FlightRecorder(HookCallback):
     """
 
     order = -30
-    _saved: ClassVar[tuple[str, ...]] = (*HookCallback._saved, "incidents", "_bad_before")
+    _saved: ClassVar[tuple[str, ...]] = ("incidents", "_bad_before")
 
     def __init__(
         self,
