@@ -2,8 +2,8 @@
 
 Bare is the loop alone. Blocks of each kind are run in turn, in shuffled order; a figure is CPU time
 over the bare loop of the same round. Of `ShowHealth(every_s=0.5)` it is 1 and the share of the CPU
-time that its looks and pictures take in a loop with recorders, those at the end too: exact where
-ratios of whole loops are not.
+time that its looks and pictures take in a loop with recorders, without the one at the end: exact
+where ratios of whole loops are not.
 """
 
 import random
@@ -113,7 +113,7 @@ class Timed(ShowHealth):
     def _look(self, last: bool = False) -> None:
         start = time.process_time()
         super()._look(last)
-        self.spent += time.process_time() - start
+        self.spent += (time.process_time() - start) * (not last)
 
 
 def share_of_looks(kind: str, seconds: float = 10.0) -> float:

@@ -30,8 +30,9 @@ class ShowHealth(Callback):
     processes the first one shows what it has recorded itself.
 
     A look waits for the device. It takes place between two steps, and only if all looks so far have
-    taken less than 2 % of the time. If it fails, a warning says why, nothing more is shown, and the
-    training goes on. What is recorded does not depend on it.
+    taken less than 2 % of the time; in a notebook, where pictures are drawn, not before the 15th
+    second. The one at the end always takes place. If a look fails, a warning says why, nothing more
+    is shown, and the training goes on. What is recorded does not depend on it.
 
     Args:
         every_s: seconds between two looks, at least.
@@ -64,9 +65,10 @@ class ShowHealth(Callback):
     def before_fit(self) -> None:
         """Begins to look, on the first rank."""
         if self.learn.fitting and ranks.rank() == 0:
-            self._began, self._spent = time.perf_counter(), 0.0
-            self._next = self._began + self.every_s
             self._output = Output() if in_notebook() else None
+            # As if a picture had been drawn: the first one waits until there is time for it.
+            self._began, self._spent = time.perf_counter(), 0.3 if self._output else 0.0
+            self._next = self._began + max(self.every_s, self._spent / 0.02)
 
     def before_batch(self) -> None:
         """Looks if it is time, and if a step was made since the last batch."""

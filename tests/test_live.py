@@ -20,15 +20,18 @@ from hookkit.testing import synth_learner
 def always(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """It looks before each step; the steps at which it did."""
     looks: list[int] = []
-    look = ShowHealth._look
+    begin, look = ShowHealth.before_fit, ShowHealth._look
 
-    def at_once(self: ShowHealth, last: bool = False) -> None:
+    def at_once(self: ShowHealth, f: Any, *args: Any) -> None:
+        f(self, *args)
+        self._next = 0.0 if self._next < float("inf") else self._next
+
+    def noted(self: ShowHealth, last: bool) -> None:
         looks.append(self.learn.n_steps)
         look(self, last)
-        if self._next < float("inf"):
-            self._next = 0.0
 
-    monkeypatch.setattr(ShowHealth, "_look", at_once)
+    monkeypatch.setattr(ShowHealth, "before_fit", lambda self: at_once(self, begin))
+    monkeypatch.setattr(ShowHealth, "_look", lambda self, last=False: at_once(self, noted, last))
     return looks
 
 

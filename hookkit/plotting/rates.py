@@ -21,7 +21,7 @@ def plot_loss(
 ) -> Any:
     """Training and validation loss over steps, and below it the global gradient norm; the Figure.
 
-    Grey is each value, blue a running median over about a twentieth of the run: a spike does not
+    Grey is each value, blue a running median over about a fortieth of the run: a spike does not
     move it. A vermilion bar marks NaN and Inf.
 
     Args:
@@ -61,7 +61,8 @@ def _valid(run: Run) -> list[tuple[float, float]]:
     """Last step and validation loss of epochs; without its step each is taken to be as long."""
     each = run.n_steps / max(len(run.valid), 1) or 1
     rows = [(row.get("step", (i + 1) * each - 1), row) for i, row in enumerate(run.valid)]
-    return [(step, float(row["valid_loss"])) for step, row in rows if "valid_loss" in row]
+    points = [(step, row.get("valid_loss")) for step, row in rows]
+    return [(step, float(v)) for step, v in points if isinstance(v, (int, float, np.number))]
 
 
 def _series(
@@ -77,19 +78,20 @@ def _series(
     ax.plot(at, values[at], color=FAINT, lw=0.7, marker="." if few else "", label=name)
     if not few:
         half = min(len(at) // 80, 500) + 2
-        reach = np.minimum(np.arange(len(at)), half)  # narrower at the start: it must not lag there
-        middle = [np.median(values[at[i - k : i + k + 1]]) for i, k in enumerate(reach)]
+        some = np.arange(0, len(at), -(-len(at) // 2000))  # more are not seen
+        reach = np.minimum(some, half)  # narrower at the start: the median must not lag there
+        pairs = zip(some, reach, strict=True)
+        middle = [np.median(values[at[i - k : i + k + 1]]) for i, k in pairs]
         label = f"running median of {2 * half + 1} values"
-        ax.plot(at, middle, color=BLUE, lw=1.8, label=label)
+        ax.plot(at[some], middle, color=BLUE, lw=1.8, label=label)
     if len(points):
         ax.plot(*points.T, "o-", color=ORANGE, ms=4, lw=1, label="validation loss")
     lost = points[~np.isfinite(points[:, 1]), 0]
     if len(lost):
         style = {"color": figures.ALARM, "transform": ax.get_xaxis_transform()}
         ax.plot(lost, np.full(len(lost), 0.97), "x", label="validation: NaN or Inf", **style)
-    figures.fit_scale(
-        ax, np.append(values[at], points[:, 1]), 100 if name == "training loss" else 5
-    )
+    ratio = 100 if name == "training loss" else 5  # norms differ by factors
+    figures.fit_scale(ax, np.append(values[at], points[:, 1]), ratio)
     # NaN alone says that a value is not known: one may be read every tenth step. At the end of a
     # run that is longer than a gap before, it was NaN.
     gap = np.diff(at, prepend=skip - 1).max() if len(at) else 0
