@@ -176,7 +176,7 @@ class Comparison:
         differ += f", {n_alone} in one of the models alone" * bool(n_alone)
         first = self.first
         if first is None:
-            none = f"{differ}, none by itself: small errors add up, or come from what is not compared"
+            none = f"{differ}, none by itself: small ones add up, or come from elsewhere"
             return f"{compared}, {none}" if n_beyond else f"{compared}: {_NO_DIFFERENCE}"
         by_own = f", {len(self.different)} by their own error" if self._isolated else ""
         why = f"{si(first.n_different)} of {si(math.prod(first.shape))} elements"
