@@ -359,7 +359,7 @@ def test_a_spike_survives_the_merging_of_columns() -> None:
 
 
 def test_changes_are_drawn_where_a_norm_gives_each_layer_its_level() -> None:
-    layers = [("ln", "LayerNorm"), ("fc", "Linear")]
+    layers = [("ln", "LlamaRMSNorm"), ("fc", "Linear")]
     n = 100
     rms = np.outer([1.0, 0.01], np.where(np.arange(n) < 50, 1, 10))
     r = made.record(layers, n)

@@ -52,8 +52,9 @@ def plot_run(
     """
     run = in_order(as_run(run))
     found = list(diagnose(run) if findings is None else findings)[:6]
-    kinds = {kind for r in run.records for kind in r.types}
-    relative = bool(kinds & {"LayerNorm", "RMSNorm"}) if relative is None else relative
+    if relative is None:  # a norm gives each of its outputs the same size
+        kinds = [kind for r in run.records for kind in r.types]
+        relative = any("LayerNorm" in kind or "RMSNorm" in kind for kind in kinds)
     rows = [
         figures.matrices(r) if r.kind == "param" else [*range(len(r.names))] for r in run.records
     ]
