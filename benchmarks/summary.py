@@ -3,8 +3,8 @@
 
 Bare is one forward of the model; times are CPU seconds in one thread, medians of interleaved
 rounds. Each computes what it can: hookkit shapes, calls, MACs, saved bytes and warnings; torchinfo
-all its columns at full depth. Each model and tool has a fresh process of its own, which has imported
-torch, hookkit and the tool, and has never run a model; so a first call pays for all that it loads.
+all its columns at full depth. Each model and tool has a fresh process of its own, which has
+imported torch and hookkit and has never run a model; so a first call pays for all that it loads.
 `--full` takes all models instead of six.
 """
 

@@ -10,10 +10,13 @@ import pytest
 import torch
 from test_summaries_zoo import RUNS, fingerprint
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from zoo import Entry
 
+from hookkit import edit_output
 from hookkit.errors import ModelRunError
 from hookkit.modelinfo import fakes, tracing
+from hookkit.nested import leaves
 from hookkit.summaries import summary
 
 # What models of the zoo warn of in a real run.
@@ -184,14 +187,24 @@ def test_a_patched_forward_is_seen_and_loses_nothing(run: str) -> None:
     net(torch.ones(1, 4))
 
 
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda net, f: net[0].register_forward_hook(f),
+        lambda net, f: net.register_forward_pre_hook(f),
+        lambda net, f: edit_output(net[0], f),
+        lambda net, f: register_module_forward_hook(f),
+    ],
+)
 @pytest.mark.usefixtures("fake")
-def test_hooks_of_the_user_get_real_tensors() -> None:
+def test_hooks_of_the_user_get_real_tensors(register: Any) -> None:
     net, seen = nn.Sequential(nn.Linear(4, 4)), list[Any]()
-    net[0].register_forward_hook(lambda m, i, o: seen.append(o))
+    handle = register(net, lambda m, i, o=None: seen.extend(leaves((i, o))))
 
     s = summary(net, torch.ones(1, 4))
+    handle.remove()
 
-    assert (s.run, [type(o) for o in seen]) == ("real", [Tensor])
+    assert (s.run, {type(o) for o in seen}) == ("real", {Tensor})
 
 
 @pytest.mark.usefixtures("fake")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zoo import entry
 
 from hookkit.errors import ArgumentError, OptionError, SelectionError
-from hookkit.modelinfo import dummy_eval, model_sizes, num_features_model, tracing
+from hookkit.modelinfo import tracing
 from hookkit.summaries import Summary, summary
 
 
@@ -276,48 +276,6 @@ def test_a_forward_that_writes_weights_and_gradients_changes_no_model(kind: type
     assert net.fc.weight.grad is grad
     assert grad.equal(torch.ones(2, 2))
     assert (net.fc.bias.grad, net.fc.bias.requires_grad) == (None, True)
-
-
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda net, x: summary(net, x),
-        lambda net, x: model_sizes(net, x=x),
-        lambda net, x: num_features_model(net, x=x),
-        lambda net, x: dummy_eval(net, x=x),
-    ],
-    ids=["summary", "model_sizes", "num_features_model", "dummy_eval"],
-)
-def test_a_lazy_model_stays_lazy_until_its_first_forward(look: Any) -> None:
-    net = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 2))
-
-    look(net, torch.randn(8, 3))
-
-    lazy = [nn.parameter.is_lazy(t) for t in net.state_dict().values()]
-    assert (lazy, repr(net[0])[:4]) == ([True] * 6 + [False] * 3, "Lazy")
-    assert summary(net, torch.randn(8, 3)).run == "real"
-    assert net(torch.randn(8, 5)).shape == (8, 2)
-    assert net[0].in_features == 5
-
-
-def test_a_model_that_hooks_itself_works() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 4), nn.Linear(7, 2)
-            self.a.register_forward_hook(self.keep)
-
-        def keep(self, m: Any, i: Any, o: Tensor) -> None:
-            self.seen = o
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.a(x)
-            return self.b(torch.cat([self.seen, x], -1))
-
-    net = Own()
-
-    assert summary(net, torch.ones(2, 3)).run == "real"
-    assert not hasattr(net, "seen")
 
 
 @lru_cache

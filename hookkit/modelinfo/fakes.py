@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from hookkit.errors import ModelRunError
 from hookkit.hooks.entries import HookEntry
+from hookkit.hooks.global_hooks import global_tables, is_of_hook_all
 from hookkit.interrupts import uninterrupted
 from hookkit.modelinfo.tree import Tree
 from hookkit.modelinfo.untouched import refill
@@ -48,19 +49,18 @@ def may_run_fake(tree: Tree) -> bool:
 
     Those are there for values: a hook that records or compares would get tensors without any.
     """
-    for m in (*tree.wrappers, *tree.modules):
-        own = vars(m)
-        hooks = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
-        if "forward" in own or not all(map(_is_torchs, hooks)):
-            return False
-    return True
+    modules = (*tree.wrappers, *tree.modules)
+    tables = [vars(m)[name] for m in modules for name in ("_forward_pre_hooks", "_forward_hooks")]
+    hooks = [hook for table in (*tables, *global_tables()) for hook in table.values()]
+    return all(map(_is_harmless, hooks)) and not any("forward" in vars(m) for m in modules)
 
 
-def _is_torchs(hook: Any) -> bool:
+def _is_harmless(hook: Any) -> bool:
+    """Whether `hook` is one of PyTorch's own, or is off in the run, as it only observes."""
     if isinstance(hook, HookEntry):
         return hook.observes
     home: str = getattr(hook, "__module__", None) or type(hook).__module__
-    return home.split(".")[0] == "torch"
+    return is_of_hook_all(hook) or home.split(".")[0] == "torch"
 
 
 # On fake tensors torch 2.13 calls Python from C++ functions that must not throw (it looks up
