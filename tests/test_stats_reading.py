@@ -220,5 +220,3 @@ def test_a_parameter_that_comes_back_has_not_moved_because_somebody_looked(look:
                 stats.record()
 
     assert stats.record().meta["moved"] == [False]
-
-
