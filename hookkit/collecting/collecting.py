@@ -252,8 +252,8 @@ class _Run:
                 self._take(number, name, called(self.f, module, *values) if self.f else out)
             elif not self.stop:
                 raise HookError(
-                    f'{WHO}: "{name}" is called more than once for a batch. Give stop=True, and the '
-                    "first call counts, or select the module around it."
+                    f'{WHO}: "{name}" is called more than once for a batch. Give stop=True, and '
+                    "the first call counts, or select the module around it."
                 )
 
         return take
