@@ -24,6 +24,7 @@ from hookkit import (
     LogTo,
     OptionError,
     ParamStats,
+    SchedulerCallback,
     ranks,
     watch,
 )
@@ -100,6 +101,44 @@ def test_a_watched_loop_is_logged_too_and_not_again_by_its_watcher() -> None:
     for name in ("epoch/valid_loss", "epoch/train_loss"):  # nothing of an epoch before its end
         assert tracker.steps(name) == [2, 5]
     assert len(tracker.got) == n
+
+
+@pytest.mark.parametrize("with_params", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_rate_of_a_step_is_the_one_it_was_made_with(with_params: bool, in_place: bool) -> None:
+    during, after, model = Tracker(), Tracker(), nn.Linear(2, 1)
+    rates = [torch.tensor(1.0) if in_place else 1.0, torch.tensor(9.0) if in_place else 9.0]
+    groups = [{"params": [p], "lr": r} for p, r in zip(model.parameters(), rates, strict=True)]
+    opt = torch.optim.SGD(groups, lr=1.0)
+    half = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+
+    recorders = [ParamStats()] if with_params else []
+    with watch(model, opt, *recorders, LogTo(during, every=2)) as w:
+        for _ in range(5):
+            model(torch.ones(4, 2)).sum().backward()
+            opt.step()
+            half.step()
+            w.loss(1.0)
+    w.log_to(after)
+
+    rate = dict(enumerate([9.0, 4.5, 2.25, 1.125, 0.5625]))
+    sent = {step: values["lr"] for step, values in during.got if "lr" in values}
+    assert sent == (rate if with_params else {i: rate[i] for i in (1, 3, 4)})
+    sent = {step: values["lr"] for step, values in after.got if "lr" in values}
+    assert sent == (rate if with_params else {4: rate[4]})
+    assert w.run_record().info["lr"] == [1 / 16, 9 / 16]
+
+
+def test_a_learner_s_rate_is_of_the_step_too() -> None:
+    tracker = Tracker()
+    half = SchedulerCallback(lambda opt, n: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
+    learn = quiet(n_trn=4, lr=1e-3, cbs=[half, LogTo(tracker, every=2)])
+
+    with learn.no_logging():
+        learn.fit(1)
+
+    sent = {step: values["lr"] for step, values in tracker.got if "lr" in values}
+    assert sent == pytest.approx({1: 5e-4, 3: 1.25e-4})
 
 
 def test_a_training_that_breaks_is_logged_up_to_there() -> None:
