@@ -11,7 +11,8 @@ import torch
 from hooked import n_hooks
 from torch import Tensor, nn
 
-from hookkit.errors import HookError, HookkitWarning, NonFiniteError, OptionError
+from hookkit.callbacks import Callback
+from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
 from hookkit.records import Incident
 from hookkit.stats import ActivationStats, FlightRecorder, ParamStats
 from hookkit.testing import synth_learner
@@ -397,7 +398,7 @@ def train_unseen(model: nn.Module, recorder: FlightRecorder) -> None:
 
 
 @pytest.mark.parametrize("action", ["report", "skip"])
-@pytest.mark.filterwarnings("ignore:.*each_forward:hookkit.errors.HookkitWarning")
+@pytest.mark.filterwarnings("ignore:.*too late to skip:hookkit.errors.HookkitWarning")
 def test_each_forward_hides_nothing(action: str) -> None:
     recorder = FlightRecorder(action)
 
@@ -406,14 +407,12 @@ def test_each_forward_hides_nothing(action: str) -> None:
     assert [(i.name, i.step) for i in recorder.incidents] == [("2", 2)]
 
 
-def step_in_backward(model: nn.Module, recorder: FlightRecorder, gone: bool = False) -> None:
-    """An optimizer for each parameter, stepped as its gradient is there, which may then go."""
+def step_in_backward(model: nn.Module, recorder: FlightRecorder) -> None:
+    """An optimizer for each parameter, stepped as its gradient is there."""
     opts = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
 
     def step(p: Any) -> None:
         opts[p].step()
-        if gone:
-            opts[p].zero_grad()
 
     handles = [p.register_post_accumulate_grad_hook(step) for p in opts]
     with watch(model, list(opts.values()), recorder):
@@ -424,22 +423,14 @@ def step_in_backward(model: nn.Module, recorder: FlightRecorder, gone: bool = Fa
         handle.remove()
 
 
-@pytest.mark.parametrize("gone", [False, True])
-def test_steps_within_the_backward_hide_no_gradient(gone: bool) -> None:
-    recorder = FlightRecorder("report")
+def test_steps_within_the_backward_hide_no_gradient_and_cannot_be_skipped() -> None:
+    recorder = FlightRecorder("skip")
 
-    step_in_backward(broken(SqrtOfZero()), recorder, gone)
+    with pytest.warns(HookkitWarning, match="within the backward.*only reported"):
+        step_in_backward(broken(SqrtOfZero()), recorder)
 
     assert (recorder.incidents[0].kind, recorder.incidents[0].name) == ("gradient", "0")
     assert recorder.incidents[0].step == 0
-
-
-def test_steps_within_the_backward_cannot_be_skipped() -> None:
-    with (
-        pytest.warns(HookkitWarning, match="within the backward"),
-        pytest.raises(HookError, match="gradients of this step are still to come"),
-    ):
-        step_in_backward(broken(Breaks(1)), FlightRecorder("skip"))
 
 
 @pytest.mark.traces_gradients
@@ -461,6 +452,30 @@ def test_it_is_picklable_after_a_fit() -> None:
 
     assert isinstance(again.incidents[0], Incident)
     assert str(again.incidents[0]) == str(recorder.incidents[0])
+
+
+def test_what_it_keeps_of_a_batch_is_a_number_for_each_layer_and_parameter() -> None:
+    recorder, sizes = FlightRecorder("report", n_batches=3), []
+
+    class Look(Callback):
+        def after_batch(self) -> None:
+            batches = recorder._memory.batches
+            sizes.append([x.numel() for b in batches for x, _ in b.outputs.values()])
+            sizes[-1] += [x.numel() for b in batches for x in b.grads.values()]
+
+    learn = synth_learner(n_trn=5, cbs=[recorder, Look])
+    with learn.no_logging():
+        learn.fit(1)
+
+    a_batch = 1 + 1 + 1 + 2  # the loss, the input, one layer and two parameters
+    assert [sum(each) for each in sizes if each][-1] <= 3 * a_batch
+
+
+def test_of_several_processes_none_skips_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hookkit.ranks.is_distributed", lambda: True)
+
+    with pytest.raises(OptionError, match="one process alone would skip"):
+        train(broken(nn.Identity()), FlightRecorder("skip"))
 
 
 @pytest.mark.parametrize(
