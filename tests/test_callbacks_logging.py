@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -160,28 +159,6 @@ def test_a_second_fit_goes_on() -> None:
     assert tracker.steps("loss") == list(range(6))
 
 
-def test_a_resumed_fit_sends_what_is_new(tmp_path: Path) -> None:
-    def stop(cb: Any) -> None:
-        if cb.epoch == 1 and not cb.eval_pass:
-            raise KeyboardInterrupt
-
-    def save(cb: Any) -> None:
-        if cb.learn.fitting:
-            cb.learn.save("checkpoint")
-
-    tracker = Tracker()
-    cbs = [LogTo(tracker, every=1), Callback(after_epoch=save), Callback(before_validate=stop)]
-    with pytest.raises(KeyboardInterrupt):
-        quiet(n_trn=3, cbs=cbs, path=tmp_path).fit(2)
-    assert tracker.steps("loss") == list(range(6))
-    del tracker.got[:]
-
-    quiet(n_trn=3, cbs=LogTo(tracker), path=tmp_path).fit(2, resume="checkpoint")
-
-    assert tracker.steps("loss") == [2, 3, 4, 5]  # the step before the checkpoint was not sent yet
-    assert tracker.steps("epoch/valid_loss") == [2, 5]
-
-
 def test_a_training_that_breaks_is_logged_up_to_there() -> None:
     def fail(cb: Any) -> None:
         if cb.train_iter == 4:
@@ -251,34 +228,6 @@ class Bars:
 
     def __init__(self, sequence: Any = None, np_histogram: Any = None) -> None:
         self.counts, self.edges = np_histogram
-
-
-@pytest.mark.parametrize("n_bins", [20, 1000])
-def test_a_trackers_own_histograms_have_the_recorded_counts(
-    n_bins: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.modules[Tracker.__module__], "Histogram", Bars, raising=False)
-    tracker, model = Tracker(), nn.Linear(2, 4)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    stats = ActivationStats(with_hist=True, bins=(-1, 1, n_bins))
-    with watch(model, opt, stats) as w:
-        for _ in range(5):
-            model(torch.randn(8, 2)).pow(2).mean().backward()
-            opt.step()
-    tracker.fails_at = 3
-    with pytest.raises(ConnectionError):
-        w.log_to(tracker)
-    tracker.fails_at = None
-    w.log_to(tracker)  # what was sent is not sent again
-
-    name = "activation/histogram/model"
-    assert tracker.steps(name) == list(range(5))
-    for step, values in tracker.got:
-        bars, recorded = values[name], stats.record().hist[0, :, step]
-        assert bars.counts.sum() == recorded.sum() == 32
-        assert len(bars.counts) + 1 == len(bars.edges) <= 513
-        assert np.isfinite(bars.edges).all()
-        assert (np.diff(bars.edges) > 0).all()
 
 
 @pytest.mark.parametrize("name", ["run.csv", "run.jsonl"])

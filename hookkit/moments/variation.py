@@ -94,7 +94,9 @@ class Variation:
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        shares = {k: {row: x.cpu() for row, x in vars(self)[k].items()} for k in ("_first", "_last")}
+        shares = {
+            k: {row: x.cpu() for row, x in vars(self)[k].items()} for k in ("_first", "_last")
+        }
         inputs = {row: [x.cpu() for x in calls] for row, calls in self._inputs.items()}
         return {**shares, "_inputs": inputs}
 

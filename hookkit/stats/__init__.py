@@ -19,6 +19,7 @@ parameters      The parameters of a model: by name, and whether they have moved.
 
 The first NaN or Inf:
 flight          `FlightRecorder`: which module made it, and what came before.
+flight_memory   Norms of the last batches, and the incident that they show.
 
 More than eight files: three recorders, each with what only it needs.
 """

@@ -1,117 +1,35 @@
 """`FlightRecorder`: which module made the first NaN or Inf, when, and what came before.
 
-Of each batch it keeps one number per layer, the norm of its output, which is not finite if any
-value is not, and one per parameter, the norm of its gradient. On a CPU, and with `"skip"`, they are
-looked at before the optimizer's step, so that bad gradients never reach the weights. On a GPU that
-would wait, so the batch before is looked at: whether its norms are finite has arrived by then.
+Of each batch `flight_memory` keeps one number per layer, the norm of its output, which is not
+finite if any value is not, and one per parameter, the norm of its gradient. On a CPU, and with
+`"skip"`, they are looked at before the optimizer's step, so that bad gradients never reach the
+weights. On a GPU that would wait, so the batch before is looked at: its answer has arrived by then.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections import deque
-from threading import get_ident
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hookkit import ranks
 from hookkit.checks import check_choice, check_number, shown
-from hookkit.devices import sent
 from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
 from hookkit.events import CancelStepException
 from hookkit.hooks.entries import Placed, graph_task
-from hookkit.hooks.snapshot import is_transforming
 from hookkit.modules import class_name, unwrap
-from hookkit.moments.graph_op import enlist, new_token, show_traced
 from hookkit.recording import HookCallback
 from hookkit.records import Incident
 from hookkit.selecting import select
+from hookkit.stats.flight_memory import INPUT, LOSS, NAMES, Batch, Memory
 from hookkit.stats.layer_hooks import input_entries, output_entries
 from hookkit.stats.param_norms import grad_norms_by_id
 from hookkit.stats.parameters import named_parameters
 from hookkit.stats.unscaling import inverse_scale, known_scaler
 
-_LOSS, _INPUT = 0, 1  # the rows before those of layers
-_NAMES = ["(loss)", "(input)"]
 _MOST = 16  # incidents kept: later ones of a run that fails again and again add nothing
-
-
-class _Batch:
-    """The norms of one batch.
-
-    Attributes:
-        place: step, epoch and iteration.
-        outputs: row → its norm and number of values, in execution order.
-        grads: name of each parameter → the norm of its gradient.
-    """
-
-    def __init__(self, *place: int) -> None:
-        self.place: Any = place
-        self.outputs: dict[int, tuple[Tensor, int]] = {}
-        self.grads: dict[str, Tensor] = {}
-        self._answer: tuple[Tensor, torch.Event | None] | None = None
-
-    def ask(self) -> None:
-        """Has the device answer whether all norms are finite, and send it."""
-        norms = [norm for norm, _ in self.outputs.values()] + [*self.grads.values()]
-        if norms:
-            together = torch.stack([x.to(norms[0].device, torch.float32) for x in norms])
-            self._answer = sent(together.isfinite().all())
-
-    @property
-    def finite(self) -> bool:
-        """The answer."""
-        if self._answer is None:
-            return True
-        answer, arrived = self._answer
-        if arrived is not None:
-            arrived.synchronize()  # sync: with "skip", or for the batch before this one
-        return bool(answer)
-
-    def rms(self, row: int) -> float:
-        """Of the outputs of a layer; NaN if it did not run."""
-        norm, n = self.outputs.get(row, (math.nan, 1))
-        return float(norm) / math.sqrt(n)  # sync: after an incident
-
-
-class _Memory:
-    """The last batches, and the `see` that hooks and compiled graphs call."""
-
-    def __init__(self, n_batches: int) -> None:
-        self.batches: deque[_Batch] = deque(maxlen=n_batches)
-        self.names, self.types = [*_NAMES], ["", ""]
-        self.thread, self.id, self.token = get_ident(), enlist(self), new_token()
-
-    def row(self, name: str, kind: str) -> int:
-        """The row of a layer. That of one that has left the model keeps its past."""
-        if name not in self.names[2:]:
-            self.names.append(name)
-            self.types.append(kind)
-        row = self.names.index(name, 2)
-        self.types[row] = kind
-        return row
-
-    def see(self, row: int, leaf: int, path: str, t: Tensor) -> None:
-        """Adds a tensor to the norm of a layer, which may run several times in a batch."""
-        if torch.compiler.is_compiling():
-            show_traced(self, row, leaf, path, t)
-        elif t.is_floating_point() and t.layout is torch.strided and not _is_odd(t):
-            t = t.detach()
-            wide = torch.promote_types(t.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(t.to(wide) if t.itemsize < 2 else t, dtype=wide)
-            outputs = self.batches[-1].outputs
-            before, n = outputs.get(row, (None, 0))
-            if before is not None:
-                norm = torch.hypot(before.to(norm), norm)
-            outputs[row] = norm, n + t.numel()
-
-
-def _is_odd(t: Tensor) -> bool:
-    return t.is_nested or t.is_meta or not t.numel() or is_transforming()
 
 
 class FlightRecorder(HookCallback):
@@ -133,8 +51,9 @@ class FlightRecorder(HookCallback):
 
     In a step with a closure the first evaluation decides whether the step is skipped; what comes
     later, and steps that are made within the backward, is reported and cannot be skipped, as a
-    warning says. Under a GradScaler overflowing gradients are no incident: it skips such steps. An output counts as not finite from
-    1.8e19 on, where its square leaves float32. Of several processes each looks for itself.
+    warning says. Under a GradScaler overflowing gradients are no incident: it skips such steps.
+    An output counts as not finite from 1.8e19 on, where its square leaves float32. Of several
+    processes each looks for itself.
 
     Raises:
         OptionError: an option that cannot work; as a fit begins: `"skip"` in several processes.
@@ -163,7 +82,7 @@ class FlightRecorder(HookCallback):
 
     def _clear(self) -> None:
         self._memory: Any = None  # during a fit
-        self._unread: list[_Batch] = []  # whose answer has not been read
+        self._unread: list[Batch] = []  # whose answer has not been read
         self._on_cpu = True
         self._noted = self._warned = self._bad_before = False
 
@@ -179,12 +98,12 @@ class FlightRecorder(HookCallback):
         if isinstance(root, torch.jit.ScriptModule):
             return modules
         if self._selectors is not None:
-            return select(model, *self._selectors, {"": _NAMES[_INPUT]})
-        return {**modules, _NAMES[_INPUT]: root}
+            return select(model, *self._selectors, {"": NAMES[INPUT]})
+        return {**modules, NAMES[INPUT]: root}
 
     def _entries(self, name: str, module: nn.Module, leaf: str) -> list[Placed]:
-        if name == _NAMES[_INPUT]:
-            return input_entries(self._switch, _INPUT)
+        if name == NAMES[INPUT]:
+            return input_entries(self._switch, INPUT)
         row = self._memory.row(name, class_name(module))
         return output_entries(self._switch, row, leaf, self._function)
 
@@ -200,7 +119,7 @@ class FlightRecorder(HookCallback):
                 )
             self._clear()
             self._on_cpu = all(p.is_cpu for p in self.learn.model.parameters())
-            self._memory = self._switch.target = _Memory(self.n_batches)
+            self._memory = self._switch.target = Memory(self.n_batches)
         super().before_fit()
 
     def before_batch(self) -> None:
@@ -209,7 +128,7 @@ class FlightRecorder(HookCallback):
         super().before_batch()
         if self.recording:
             place = self.learn.n_steps, self.learn.epoch, self.learn.train_iter
-            self._memory.batches.append(batch := _Batch(*place))
+            self._memory.batches.append(batch := Batch(*place))
             self._unread = [*self._unread, batch]
 
     def after_pred(self) -> None:
@@ -272,7 +191,7 @@ class FlightRecorder(HookCallback):
         """Takes the norms of the loss and the gradients, and asks whether all are finite."""
         batch, self._noted = self._memory.batches[-1], True
         if isinstance(self.learn.loss, Tensor):
-            self._memory.see(_LOSS, 0, "", self.learn.loss)
+            self._memory.see(LOSS, 0, "", self.learn.loss)
         scaled = inverse_scale(known_scaler(self.learn)) is not None or any(
             getattr(opt, "grad_scale", None) is not None for opt in self.learn.opts
         )
@@ -291,56 +210,12 @@ class FlightRecorder(HookCallback):
             bad = not batch.finite
             first, self._bad_before = bad and not self._bad_before, bad
             if first and len(self.incidents) < _MOST:
-                incident = self._incident(batch)
+                late = self.learn.stepped or batch is not self._memory.batches[-1]
+                incident = self._memory.incident(batch, self.learn.model, late)
                 self.incidents = (*self.incidents, incident)
                 if self.on_nonfinite == "raise":
                     raise NonFiniteError(f"{incident}\n  {_CURE}")
         return bad
-
-    def _incident(self, batch: _Batch) -> Incident:
-        memory = self._memory
-        past = [b for b in memory.batches if b.place[2] < batch.place[2]]
-        bad = [row for row in batch.outputs if not math.isfinite(batch.rms(row))]
-        rows = [row for row in bad if row not in (_LOSS, _INPUT)]
-        history, note, kind = {}, "The layers' outputs are finite.", "loss"
-        if rows:
-            names = dict(enumerate(memory.names[2:], 2))
-            history = {n: np.array([b.rms(row) for b in past]) for row, n in names.items()}
-            note, kind = self._why(batch, rows[0], _INPUT in bad), "activation"
-        names = [memory.names[row] for row in rows]
-        if not rows and _LOSS not in bad:
-            names, kind, note = self._owners(batch), "gradient", "The history is of gradient norms."
-            history = {n: np.array([_grad_norm(b, n) for b in past]) for n in names}
-        name, *others = names or [""]
-        type_ = self._types().get(name, "")
-        steps = np.array([b.place[0] for b in past], np.int64)
-        return Incident(kind, name, type_, *batch.place, tuple(others), steps, history, note)
-
-    def _types(self) -> dict[str, str]:
-        owners = {_owner(name): kind for name, kind, _ in named_parameters(self.learn.model)}
-        return owners | dict(zip(self._memory.names[2:], self._memory.types[2:], strict=True))
-
-    def _owners(self, batch: _Batch) -> list[str]:
-        """Modules with a bad gradient. The backward begins at the end: the last to run is first."""
-        ran = {self._memory.names[row]: i for i, row in enumerate(batch.outputs)}
-        owners = {_owner(n) for n, norm in batch.grads.items() if not math.isfinite(float(norm))}
-        return sorted(owners, key=lambda name: (-ran.get(name, -1), name))
-
-    def _why(self, batch: _Batch, row: int, bad_input: bool) -> str:
-        """What may have made the output of the layer in `row` not finite, in a sentence."""
-        if bad_input:
-            return "The model's input was not finite: look at the data."
-        name = self._memory.names[row]
-        own = [p for n, _, p in named_parameters(self.learn.model) if _owner(n) == name]
-        if not all(bool(p.isfinite().all()) for p in own):  # sync: after an incident
-            late = self.learn.stepped or batch is not self._memory.batches[-1]
-            return _SPOILED_BY_NOW if late else _SPOILED
-        order = [r for r in batch.outputs if r not in (_LOSS, _INPUT)]
-        if not (at := order.index(row)):
-            return ""
-        head, before = "Its weights are finite: if" if own else "If", order[at - 1]
-        between = f"look at what runs between {self._memory.names[before]} and it."
-        return f"{head} its input was not, {between}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_memory": None, "_unread": []}
@@ -349,16 +224,4 @@ class FlightRecorder(HookCallback):
         return f"FlightRecorder({self.on_nonfinite!r}, {len(self.incidents)} incidents)"
 
 
-def _owner(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
-
-
-def _grad_norm(batch: _Batch, module: str) -> float:
-    """The norm of the gradients of a module's parameters together."""
-    own = [float(norm) for name, norm in batch.grads.items() if _owner(name) == module]
-    return math.hypot(*own)
-
-
 _CURE = 'Look there first; FlightRecorder("skip") skips such steps, "report" only reports them.'
-_SPOILED = "Its own weights were not finite: the step before has spoiled them."
-_SPOILED_BY_NOW = "Its own weights are not finite now: this step or the one before spoiled them."
