@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hookkit.errors import ArgumentError, HookkitError, OptionError, SelectionError
-from hookkit.moments import log_bins
+from hookkit.moments.bins import LogBins
 from hookkit.records import Record, Run, by_module
 
 mpl = pytest.importorskip("matplotlib")
@@ -928,7 +928,7 @@ def test_bins_are_labelled_with_their_true_values(edges: Any, expected: list[str
 def test_negative_and_positive_values_are_labelled_at_the_same_sizes(
     ends: tuple[float, float],
 ) -> None:
-    edges = log_bins().edges
+    edges = LogBins().edges
     first, last = np.searchsorted(edges, ends)
 
     _, labels = bins.bin_ticks(edges, int(first), int(last), 7)
@@ -943,7 +943,7 @@ def test_negative_and_positive_values_are_labelled_at_the_same_sizes(
 
 
 def test_both_ends_of_a_spread_have_a_label() -> None:
-    edges = log_bins().edges
+    edges = LogBins().edges
     first, last = np.searchsorted(edges, (-6, 12))
 
     _, labels = bins.bin_ticks(edges, int(first), int(last), 5)
@@ -952,7 +952,7 @@ def test_both_ends_of_a_spread_have_a_label() -> None:
 
 
 def test_where_every_decade_has_a_label_the_largest_has_too() -> None:
-    edges = log_bins().edges
+    edges = LogBins().edges
     first, last = np.searchsorted(edges, (-4, 0.16))
 
     _, labels = bins.bin_ticks(edges, int(first), int(last), 9)
@@ -962,7 +962,7 @@ def test_where_every_decade_has_a_label_the_largest_has_too() -> None:
 
 @pytest.mark.parametrize("ends", [(0.2, 0.4), (0.5, 0.8), (-3e-3, -2e-3), (300.0, 700.0)])
 def test_values_close_together_have_labels_too(ends: tuple[float, float]) -> None:
-    edges = log_bins().edges
+    edges = LogBins().edges
     first, last = np.searchsorted(edges, ends)
 
     places, labels = bins.bin_ticks(edges, int(first) - 1, int(last), 7)
@@ -997,7 +997,7 @@ def test_a_small_axes_has_few_labels_and_its_names_inside() -> None:
 
 
 def test_labels_of_small_values_keep_clear_of_zero() -> None:
-    edges = log_bins(-40, 8, 1).edges
+    edges = LogBins(-40, 8, 1).edges
 
     places, labels = bins.bin_ticks(edges, 0, len(edges) - 2, 13)
 

@@ -9,20 +9,21 @@ import made
 import numpy as np
 import pytest
 
-from hookkit.moments import log_bins
-from hookkit.moments.histograms import edge_bins, range_bins
+from hookkit.moments.bins import LogBins, RangeBins
 from hookkit.records import Record
 
 pytest.importorskip("matplotlib")
 plotting = pytest.importorskip("hookkit.plotting")
 bins = pytest.importorskip("hookkit.plotting.bins")
 
+SIDE = np.array([2.0**e * f for e in range(-12, 12) for f in np.arange(1, 2, 0.125)] + [2.0**12])
+FINE = np.concatenate([[-np.inf], -SIDE[::-1], [0.0], SIDE, [np.inf]])
 EDGES = {
-    "activations": log_bins().edges,
-    "gradients": log_bins(-40, 8, 1).edges,
-    "fine": log_bins(-12, 12, 8).edges,
-    "equal": range_bins(-6, 6, 48).edges,
-    "uneven": edge_bins([-5, -2, -1, -0.5, 0, 0.1, 0.5, 1, 2, 3, 4, 6]).edges,
+    "activations": LogBins().edges,
+    "gradients": LogBins(-40, 8, 1).edges,
+    "fine": FINE,
+    "equal": RangeBins(-6, 6, 48).edges,
+    "uneven": np.array([-np.inf, -5, -2, -1, -0.5, 0, 0.1, 0.5, 1, 2, 3, 4, 6, np.inf]),
     "made": made.EDGES,
 }
 N = 10**9  # values: counts that are exact
@@ -92,14 +93,14 @@ def test_a_smooth_distribution_has_no_more_peaks_than_it_should(
 
 @pytest.mark.parametrize(("name", "n"), [("normal", 1), ("lognormal", 1), ("bimodal", 2)])
 def test_on_a_linear_axis_a_distribution_has_its_own_shape(name: str, n: int) -> None:
-    ((_, y),) = drawn(plotting.plot_density(record_of(range_bins(-6, 6, 48).edges, name)))
+    ((_, y),) = drawn(plotting.plot_density(record_of(RangeBins(-6, 6, 48).edges, name)))
 
     inside = y[1:-1]  # without the open bins, which hold the tails
     assert peaks(np.append(inside, inside[-1] / 2)) == n
 
 
 def test_a_lognormal_is_as_high_as_its_formula_says() -> None:
-    edges = log_bins(-12, 12, 8).edges
+    edges = FINE
 
     ((x, y),) = drawn(plotting.plot_density(record_of(edges, "lognormal")))
 
@@ -110,7 +111,7 @@ def test_a_lognormal_is_as_high_as_its_formula_says() -> None:
 
 
 def test_the_linear_part_of_an_axis_has_no_kink() -> None:
-    edges = log_bins(-4, 4).edges
+    edges = LogBins(-4, 4).edges
     x = np.linspace(0.9, 1.1, 201) * 2.0**-4
 
     slopes = np.diff(bins.axis_places(x, edges)) / np.diff(x)

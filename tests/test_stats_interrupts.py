@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hookkit.moments.accumulator import StatsAccumulator
+from hookkit.moments.buffers import Options
 from torch import nn
 
 import hookkit
 from hookkit.health import diagnose
 from hookkit.moments import buffers, history, log_bins
-from hookkit.moments.accumulator import StatsAccumulator
-from hookkit.moments.buffers import Options
 from hookkit.moments.history import StepHistory
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.watching import watch
@@ -205,7 +205,7 @@ def trained(lines: Lines) -> list[Any]:
     x = torch.randn(10, 5, 4)
     cbs = [
         ActivationStats(with_hist=True, units=True, window=4, include_paramless=True),
-        GradientStats(of="both"),
+        GradientStats(),
         ParamStats(),
     ]
     with watch(net, opt, *cbs) as w:

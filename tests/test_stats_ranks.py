@@ -90,7 +90,7 @@ def refused(rank: int) -> dict[str, str]:
     other = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3))
     cases = {
         "steps": watched(ActivationStats(), 3 + rank),
-        "gradients' steps": watched(GradientStats(of="both"), 3 + rank),
+        "gradients' steps": watched(GradientStats(), 3 + rank),
         "parameters' steps": watched(ParamStats(), 3 + rank),
         "parameters": watched(ParamStats(), 3, other if rank else shared),
         "hist": watched(ActivationStats(with_hist=not rank), 3),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hookkit.devices import widest_float
 from hookkit.hooks.snapshot import is_transforming
-from hookkit.moments.moments import plain
+from hookkit.moments.rows import plain
 from hookkit.nested import leaves
 
 MANY = 64

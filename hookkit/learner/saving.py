@@ -20,15 +20,12 @@ from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoi
 from hookkit.callbacks.losses import LossHistory, Scalars
 from hookkit.errors import OptionError, nearest
 from hookkit.files import atomic_write, check_zip
-from hookkit.moments.accumulator import RECORDED as OF_MOMENTS
 from hookkit.records import Incident
-from hookkit.stats.parameters import Bits
-from hookkit.stats.unscaling import ScaledAccumulator
 
 _ARRAYS = [np.zeros(0).__reduce__()[0], np.ndarray, np.dtype]
 _ARRAYS += [type(np.dtype(kind)) for kind in (np.float64, np.int64)]
 _OF_LOSSES = [LossHistory, Scalars, array]
-RECORDED: list[Any] = [*OF_MOMENTS, ScaledAccumulator, Bits, Incident, *_OF_LOSSES, *_ARRAYS]
+RECORDED: list[Any] = [Incident, *_OF_LOSSES, *_ARRAYS]
 
 
 def _allowed() -> Any:

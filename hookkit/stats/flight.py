@@ -9,7 +9,7 @@ weights. On a GPU that would wait, so the batch before is looked at: its answer 
 from __future__ import annotations
 
 import warnings
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,6 @@ class FlightRecorder(HookCallback):
     """
 
     order = -30
-    _saved: ClassVar[tuple[str, ...]] = (*HookCallback._saved, "incidents")
 
     def __init__(
         self, on_nonfinite: str = "raise", *, n_batches: int = 64, modules: Any = None
@@ -92,13 +91,13 @@ class FlightRecorder(HookCallback):
         modules, root = super()._select(model), unwrap(model)
         if self._selectors is not None and not modules:
             raise OptionError(
-                f"FlightRecorder(modules={shown(self._given)}): that selects no module, so it "
+                f"FlightRecorder(modules={shown(self.modules)}): that selects no module, so it "
                 f"would see nothing begin. Use None for all of them, or name some."
             )
         if isinstance(root, torch.jit.ScriptModule):
             return modules
-        if self._selectors is not None:
-            return select(model, *self._selectors, {"": NAMES[INPUT]})
+        if self._selectors is not None:  # which may take a part of an output
+            return select(model, modules, {"": NAMES[INPUT]})
         return {**modules, NAMES[INPUT]: root}
 
     def _entries(self, name: str, module: nn.Module, leaf: str) -> list[Placed]:

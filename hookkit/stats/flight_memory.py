@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.devices import sent
-from hookkit.hooks.snapshot import is_transforming
 from hookkit.moments.graph_op import enlist, new_token, show_traced
+from hookkit.moments.rows import plain
 from hookkit.records import Incident
 from hookkit.stats.parameters import named_parameters
 
@@ -89,9 +89,9 @@ class Memory:
         """Adds a tensor to the norm of a layer, which may run several times in a batch."""
         if torch.compiler.is_compiling():
             show_traced(self, row, leaf, path, t)
-        elif t.is_floating_point() and t.layout is torch.strided and not _is_odd(t):
-            t = t.detach()
-            wide = torch.promote_types(t.dtype, torch.float32)
+        elif t.is_floating_point() and (values := plain(t)) is not None and values.numel():
+            t = values
+            wide = t.dtype if t.itemsize > 2 else torch.float32
             norm = torch.linalg.vector_norm(t.to(wide) if t.itemsize < 2 else t, dtype=wide)
             outputs = self.batches[-1].outputs
             before, n = outputs.get(row, (None, 0))
@@ -142,10 +142,6 @@ class Memory:
         head = "Its weights are finite: if" if own else "If"
         before = self.names[order[at - 1]]
         return f"{head} its input was not, look at what runs between {before} and it."
-
-
-def _is_odd(t: Tensor) -> bool:
-    return t.is_nested or t.is_meta or not t.numel() or is_transforming()
 
 
 def _owner(parameter: str) -> str:
