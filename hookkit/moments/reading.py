@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 def record_of(tally: Tally) -> Record:
     """Everything recorded, as plain numbers; the one place where the host waits for the device."""
-    return _record(tally, _own(tally))
+    record = _record(tally, _own(tally))
+    if ranks.is_distributed():
+        record.meta["rank"] = ranks.this_rank()
+    return record
 
 
 def gathered(tally: Tally) -> Record:
@@ -34,17 +37,24 @@ def gathered(tally: Tally) -> Record:
     Raises:
         HookError: on every rank, if they recorded different steps or with other options.
     """
-    first, *others = ranks.gather_object(_own(tally))
-    for i, other in enumerate(others, 1):
-        for what in ("steps", "options"):
-            if first[what] != other[what]:
-                raise HookError(
-                    f"ranks 0 and {i} recorded {tally.kind}s of different {what}: "
-                    f"{_brief(first[what])} and {_brief(other[what])}. Give all ranks the same "
-                    f"recorders and equally many steps."
-                )
+    first, *others = of_all_ranks(f"{tally.kind}s", _own(tally))
+    for other in others:
         first = _together(first, other)
     return _record(tally, first)
+
+
+def of_all_ranks(kind: str, own: dict[str, Any]) -> list[dict[str, Any]]:
+    """`own` of all ranks, in their order; a HookError on each if kind, steps or options differ."""
+    every: list[dict[str, Any]] = ranks.gather_object({"kind": kind, **own})
+    for i, other in enumerate(every):
+        for what in ("kind", "steps", "options"):
+            if every[0][what] != other[what]:
+                raise HookError(
+                    f"ranks 0 and {i} recorded {every[0]['kind']} of different {what}: "
+                    f"{_brief(every[0][what])} and {_brief(other[what])}. Give all ranks the same "
+                    f"model, the same recorders and equally many steps; each still reads its own."
+                )
+    return every
 
 
 def _own(tally: Tally) -> dict[str, Any]:
@@ -56,7 +66,7 @@ def _own(tally: Tally) -> dict[str, Any]:
     return {
         "types": dict(zip(tally.names, tally.types, strict=True)),
         "steps": [(*place, n) for place, n in zip(history.places, history.spans, strict=True)],
-        "options": (options.eps, options.units, edges),
+        "options": [options.eps, "units" if options.units else "no units", *(edges or ["no bins"])],
         "tables": tally.tables(),
         "variation": shares,
         "dtypes": {tally.names[row]: str(dtype) for row, dtype in tally.dtypes.items()},
@@ -64,7 +74,7 @@ def _own(tally: Tally) -> dict[str, Any]:
 
 
 def _brief(x: Any) -> str:
-    return f"{len(x)} ({x[0]}, …)" if isinstance(x, list) and x else str(x)
+    return f"{len(x)} ({x[0]}, …, {x[-1]})" if isinstance(x, list) and x else str(x)
 
 
 def _together(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
