@@ -55,7 +55,7 @@ class Lines:
 
 
 def at_every_line(run: Callable[[Lines], Any], every: int = 1) -> Iterator[tuple[str, Any]]:
-    """What `run` gives if each line, or one in so many, is interrupted in the middle of its runs."""
+    """What `run` gives if each line, or one of so many, is interrupted in the midst of its runs."""
     count = Lines()
     run(count)
     assert len(count.times) > 5
