@@ -31,6 +31,7 @@ from zlib import crc32
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
+from hookkit.health.diagnosis import SEVERITIES
 from realistic.trials import TRIALS, Watch, watcher_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -38,7 +39,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from verdicts import VARIANTS
 
 from hookkit.health import diagnose
-from hookkit.health.diagnosis import SEVERITIES
 from hookkit.records import Run
 
 # A training that hangs ends after so many seconds

@@ -1,5 +1,4 @@
-"""`atomic_write`: a file is replaced as a whole, or not at all; `append_lines` adds to one, which
-`cut_to` takes back.
+"""`atomic_write`: a file is replaced as a whole, or not at all; `append_lines` adds to one.
 
 All files that hookkit writes are written through these. Builds on `interrupts`.
 """
@@ -9,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -101,40 +99,6 @@ def append_lines(path: str | Path, lines: Iterable[str]) -> None:
             if isinstance(error, OSError):
                 error.filename = str(path)
             raise
-
-
-def end_of(path: Path) -> list[int]:
-    """Where a file ends: its size, and a check sum of its name and of what comes before; [] if it
-    cannot be read. A file that is not there has size 0.
-    """
-    with suppress(OSError):
-        if not path.exists():
-            return [0, _check_sum(path, b"")]
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            return [size, _check_sum(path, _before(file, size))]
-    return []
-
-
-def cut_to(path: Path, end: list[int]) -> None:
-    """Takes away what was added to a file since `end_of` gave `end`; nothing of another file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    if end and path.exists():
-        with path.open("r+b") as file:
-            if _check_sum(path, _before(file, end[0])) == end[1]:
-                file.truncate(end[0])
-
-
-def _before(file: IO[bytes], size: int) -> bytes:
-    file.seek(start := max(size - 4096, 0))
-    return file.read(size - start)
-
-
-def _check_sum(path: Path, text: bytes) -> int:
-    return zlib.crc32(path.name.encode() + text)
 
 
 def check_zip(file: IO[bytes]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from learners import quiet
 from torch import nn
 
 from hookkit import (
@@ -23,12 +24,9 @@ from hookkit import (
     LogTo,
     OptionError,
     ParamStats,
-    SchedulerCallback,
     ranks,
     watch,
 )
-from hookkit.files import append_lines
-from hookkit.testing import synth_learner
 
 
 class Tracker:
@@ -47,12 +45,6 @@ class Tracker:
 
     def steps(self, name: str) -> list[int]:
         return [step for step, data in self.got if name in data]
-
-
-def quiet(**kwargs: Any) -> Any:
-    learn = synth_learner(**kwargs)
-    learn.logger = lambda row: None
-    return learn
 
 
 # --- LogTo
@@ -88,44 +80,6 @@ def test_it_writes_every_so_many_steps_and_at_the_end() -> None:
     assert len(tracker.steps("loss")) == 7
 
 
-@pytest.mark.parametrize("with_params", [False, True])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_the_rate_of_a_step_is_the_one_it_was_made_with(with_params: bool, in_place: bool) -> None:
-    during, after, model = Tracker(), Tracker(), nn.Linear(2, 1)
-    rates = [torch.tensor(1.0) if in_place else 1.0, torch.tensor(9.0) if in_place else 9.0]
-    groups = [{"params": [p], "lr": r} for p, r in zip(model.parameters(), rates, strict=True)]
-    opt = torch.optim.SGD(groups, lr=1.0)
-    half = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
-
-    recorders = [ParamStats()] if with_params else []
-    with watch(model, opt, *recorders, LogTo(during, every=2)) as w:
-        for _ in range(5):
-            model(torch.ones(4, 2)).sum().backward()
-            opt.step()
-            half.step()
-            w.loss(1.0)
-    w.log_to(after)
-
-    rate = dict(enumerate([9.0, 4.5, 2.25, 1.125, 0.5625]))
-    sent = {step: values["lr"] for step, values in during.got if "lr" in values}
-    assert sent == (rate if with_params else {i: rate[i] for i in (1, 3, 4)})
-    sent = {step: values["lr"] for step, values in after.got if "lr" in values}
-    assert sent == (rate if with_params else {4: rate[4]})
-    assert w.run_record().info["lr"] == [1 / 16, 9 / 16]
-
-
-def test_a_learner_s_rate_is_of_the_step_too() -> None:
-    tracker = Tracker()
-    half = SchedulerCallback(lambda opt, n: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
-    learn = synth_learner(n_trn=4, lr=1e-3, cbs=[half, LogTo(tracker, every=2)])
-
-    with learn.no_logging():
-        learn.fit(1)
-
-    sent = {step: values["lr"] for step, values in tracker.got if "lr" in values}
-    assert sent == pytest.approx({1: 5e-4, 3: 1.25e-4})
-
-
 def test_a_watched_loop_is_logged_too_and_not_again_by_its_watcher() -> None:
     tracker, model = Tracker(), nn.Linear(2, 1)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -146,17 +100,6 @@ def test_a_watched_loop_is_logged_too_and_not_again_by_its_watcher() -> None:
     for name in ("epoch/valid_loss", "epoch/train_loss"):  # nothing of an epoch before its end
         assert tracker.steps(name) == [2, 5]
     assert len(tracker.got) == n
-
-
-def test_a_second_fit_goes_on() -> None:
-    tracker = Tracker()
-    learn = quiet(n_trn=3, cbs=LogTo(tracker))
-
-    learn.fit(1)
-    learn.validate()
-    learn.fit(1)
-
-    assert tracker.steps("loss") == list(range(6))
 
 
 def test_a_training_that_breaks_is_logged_up_to_there() -> None:
@@ -189,19 +132,6 @@ def test_a_dead_target_warns_once_and_the_training_goes_on() -> None:
     assert tracker.steps("loss") == list(range(20))
 
 
-def test_what_is_trained_does_not_depend_on_it() -> None:
-    torch.manual_seed(0)
-    plain = quiet()
-    torch.manual_seed(0)
-    logged = quiet(cbs=LogTo(Tracker(), every=1))
-
-    for learn in (plain, logged):
-        torch.manual_seed(1)
-        learn.fit(2)
-
-    assert torch.equal(plain.model.a, logged.model.a)
-
-
 def test_tensorboard_has_scalars_and_histograms(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -221,13 +151,6 @@ def test_tensorboard_has_scalars_and_histograms(tmp_path: Path) -> None:
 
     assert [e.step for e in events.Scalars("activation/std/0")] == list(range(5))
     assert [e.step for e in events.Histograms("activation/2")] == list(range(5))
-
-
-class Bars:
-    """As wandb and trackio show a histogram."""
-
-    def __init__(self, sequence: Any = None, np_histogram: Any = None) -> None:
-        self.counts, self.edges = np_histogram
 
 
 @pytest.mark.parametrize("name", ["run.csv", "run.jsonl"])
@@ -314,64 +237,7 @@ def test_a_second_fit_begins_a_new_file_or_appends(append: bool, n: int, tmp_pat
     assert len(rows(tmp_path / "logs" / "log.csv")) == n
 
 
-def test_rows_of_other_columns_are_not_appended(tmp_path: Path) -> None:
-    (tmp_path / "history.csv").write_text("epoch,accuracy\n0,0.5\n")
-    learn = quiet(cbs=CSVLogger(append=True), path=tmp_path)
-
-    with pytest.raises(OptionError, match="has the columns epoch,accuracy, this fit has epoch,t"):
-        learn.fit(1)
-
-    assert learn.n_steps == 0
-
-
-def test_it_needs_a_recorder(tmp_path: Path) -> None:
-    learn = quiet(cbs=CSVLogger(), path=tmp_path, default_cbs=False)
-
-    with pytest.raises(OptionError, match="no Recorder among the callbacks"):
-        learn.fit(1)
-
-
-def test_a_row_that_cannot_be_written_does_not_end_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("hookkit.callbacks.logging.append_lines", full)
-    learn = quiet(cbs=CSVLogger(), path=tmp_path)
-
-    with pytest.warns(HookkitWarning, match=r"CSVLogger writes nothing more.*disk full") as all_:
-        learn.fit(3)
-
-    assert len(all_) == 1
-    assert len(learn.recorder.values) == 3
-
-
 # --- lines
-
-
-def test_lines_are_added_below_an_unfinished_one(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b.txt"
-    append_lines(path, ["one"])
-    path.write_text("one\ntw")
-
-    append_lines(path, ["three", "four"])
-
-    assert path.read_text() == "one\ntw\nthree\nfour\n"
-
-
-def test_after_an_error_the_file_ends_as_before(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    append_lines(path, ["one"])
-
-    def lines() -> Any:
-        yield "two"
-        raise OSError(28, "disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        append_lines(path, lines())
-
-    assert path.read_text() == "one\n"
 
 
 LOOP = """

@@ -18,7 +18,6 @@ from torch import nn
 
 from hookkit import ActivationStats, Learner, ParamStats, files, records, report
 from hookkit.files import append_lines, atomic_write
-from hookkit.learner.saving import save_state
 from hookkit.records import Record, Run
 from hookkit.testing import synth_learner
 
@@ -44,7 +43,7 @@ def page(path: Path) -> None:
 WRITERS: dict[str, Write] = {
     "run.npz": lambda path: records.save(record(), path),
     "run.csv": lambda path: records.to_csv(record(), path),
-    "net.pth": lambda path: save_state(path, {"model": nn.Linear(2, 2).state_dict()}),
+    "net.pth": lambda path: Learner(None, nn.Linear(2, 2)).save(path.absolute()),
     "picture.png": picture,
     "page.html": page,
 }

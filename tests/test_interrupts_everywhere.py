@@ -191,7 +191,7 @@ class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 def fit() -> None:
     loader = torch.utils.data.DataLoader(Data(), 2)
     learn = Learner(DataLoaders(loader), NET, nn.MSELoss(), torch.optim.SGD, lr=0.0)
-    with learn.no_logging(), learn.no_bar():
+    with learn.no_logging():
         learn.fit(1, cbs=ActivationStats)
 
 

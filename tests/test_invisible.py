@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from learners import RNNNet, conv_net
 from torch import Tensor, nn
 
 from hookkit.callbacks import Callback
 from hookkit.recording import HookCallback
-from hookkit.testing import RNNNet, conv_net, mlp, synth_learner
+from hookkit.testing import mlp, synth_learner
 
 
 class InPlace(nn.Module):

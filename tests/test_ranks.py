@@ -89,14 +89,6 @@ def refuses_what_does_not_fit(r: int) -> None:
         ranks.gather(None if r else torch.ones(2, 3))
 
 
-def compares_the_values_of_all_ranks(r: int) -> None:
-    words = {"problem": "merge: the layers differ", "cure": "Name the same."}
-
-    ranks.check_alike([{"layer": ("fc", 3)}], [f"fc{r}"], **words)
-    with pytest.raises(HookError, match=r"layers differ \(rank 0: fc0; rank 1: fc1\)\. Name the"):
-        ranks.check_alike([0, ("fc", 3 + r)], ["same", f"fc{r}"], **words)
-
-
 def refuses_layers_in_another_order(r: int) -> None:
     net, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.ones(2, 3)
     order = ("1", "0") if r else ("0", "1")
@@ -112,22 +104,6 @@ def refuses_layers_in_another_order(r: int) -> None:
 
     whole = torch.cat(ranks.gather_object(net(x).detach()))
     torch.testing.assert_close(h["1"].stored, whole)
-
-
-def refuses_what_only_some_ranks_have(r: int) -> None:
-    net, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), torch.ones(2, 3)
-    fewer = [net[0]] if r else [net[0], net[1]]
-
-    with hook_outputs(fewer, gather=True) as h, hook_output(net[2], gather=True) as one:
-        net(x)
-    with pytest.raises(HookError, match="rank 0: the output of ReLU, 2×3; rank 1: nothing"):
-        _ = h.stored
-    with pytest.raises(HookError, match=r"the output of Linear, .*; rank 1: the output of ReLU"):
-        _ = (hook_output(net[1], gather=True) if r else one).stored
-    with hook_output(net[2], gather=True) as out, hook_input(net[2], gather=True) as given:
-        net(x)
-    with pytest.raises(HookError, match=r"the output of Linear, .*; rank 1: the inputs of Linear"):
-        _ = (given if r else out).stored
 
 
 def refuses_calls_and_gradients_that_only_some_ranks_have(r: int) -> None:
@@ -192,9 +168,7 @@ CHECKS = (
     gathers_structures,
     gathers_what_hooks_stored,
     refuses_what_does_not_fit,
-    compares_the_values_of_all_ranks,
     refuses_layers_in_another_order,
-    refuses_what_only_some_ranks_have,
     refuses_calls_and_gradients_that_only_some_ranks_have,
     says_what_it_does_not_join,
     reduces,

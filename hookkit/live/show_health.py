@@ -164,7 +164,7 @@ class ShowHealth(Callback):
         run = run_of(self.learn, quiet=True)  # sync: by the clock, not by batch
         found = diagnose(run)
         for new in self._judge(found, last):
-            line = f"{new.severity}: {new.rule}: {new.sentences[0]}"
+            line = f"{new.severity}: {new.rule}: {new.evidence}"
             screen.print_line(f"step {self.learn.n_steps:,}: {line}")
         clear = [f for f in found if f.severity != "note" and f.rule in self.findings]
         shown = replace(found, findings=tuple(clear))

@@ -73,7 +73,8 @@ def report(
     model = str(record.info.get("model") or "")
     title = str(title or "") or (f"Training of {model}" if model else "A training run")
     diagnosis = health.diagnose(record)
-    top = f'<p class="verdict {diagnosis.worst}">{escape(diagnosis.headline)}</p>'
+    worst = diagnosis[0].severity if diagnosis.alarms else "healthy"
+    top = f'<p class="verdict {worst}">{escape(diagnosis.headline)}</p>'
     sections = [
         ("findings", "Findings", _findings(diagnosis, record)),
         ("run", "The whole run", "".join(_whole(record, diagnosis))),
@@ -105,20 +106,19 @@ def _findings(diagnosis: health.Diagnosis, run: Run) -> str:
     if run.incidents:
         texts = "\n\n".join(str(incident) for incident in run.incidents)
         parts.append(f"<h3>Flight recorder</h3><pre>{escape(texts)}</pre>")
-    if diagnosis.unjudged:
-        n = len(diagnosis.unjudged)
-        what = f"{n} rule{'' if n == 1 else 's'} could not judge, for lack of data"
-        parts.append(details(what, terms(diagnosis.unjudged)))
+    if diagnosis.not_judged:
+        known = [(what, ", ".join(rules)) for what, rules in diagnosis.not_judged.items()]
+        parts.append(details("not judged, for lack of data", terms(known)))
     return "".join(parts)
 
 
 def _finding(number: int, f: health.Finding) -> str:
     head = f'<span class="tone">{escape(f.severity)}</span> {number}. {escape(f.rule)}'
-    names = f"<p>{escape(', '.join(f.labels))}</p>"
+    names = f"<p>{escape(', '.join(f.layers))}</p>"
     layers = details(f"All {len(f.layers)} layers", names) if len(f.layers) > 3 else ""
     return (
         f'<article class="finding {escape(f.severity)}"><h3>{head}</h3>'
-        f"{prose(f.sentences, small=f.line)}{layers}</article>"
+        f"{prose([f.evidence, f.cause, f.fix], small=f.where)}{layers}</article>"
     )
 
 

@@ -222,7 +222,7 @@ def _mark_findings(axes: Any, panels: list[Record], findings: Sequence[Any]) -> 
             at = np.flatnonzero([name in named for name in record.names])
             gap = max(1.0, LEAST_GAP * len(record.names) / _height(record))
             for block in np.split(at, np.flatnonzero(np.diff(at) > gap) + 1)[:MOST_BOXES]:
-                corner = _box(ax, record, block[0], block[-1], finding.steps)
+                corner = _box(ax, record, block[0], block[-1], finding.steps or record.steps)
                 _number(ax, record, taken[ax], number, *corner)
         where = listed([labels.get(name, name) for name in named], 90)
         lines.append(f"{number}  {finding.severity}: {finding.rule}{' · ' * bool(named)}{where}")
@@ -236,7 +236,7 @@ def _panels_of(finding: Any, axes: Any, panels: list[Record]) -> list[tuple[Any,
     if any(word in str(finding.rule).lower() for word in ("grad", "vanish", "explod")):
         able = [(ax, r) for ax, r in able if r.kind == "gradient"] or able
     if finding.rule == "non_finite":  # the same layer may be finite in the panel above
-        able = [(ax, r) for ax, r in able if _is_broken(r, named, finding.steps)] or able
+        able = [(ax, r) for ax, r in able if _is_broken(r, named, finding.steps or r.steps)] or able
     return able[:1]
 
 

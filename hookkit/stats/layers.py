@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hookkit.autograd_graph import users_of
 from hookkit.checks import check_choice, check_flag, check_number, kind_of, shown
 from hookkit.errors import OptionError
 from hookkit.hooks.entries import graph_task
@@ -120,15 +121,15 @@ class ActivationStats(LayerStats):
 
         From the autograd graphs of a fit's first two batches: a model may change between fits.
         """
-        facts = self.tally.facts
+        facts, users = self.tally.facts, users_of(output)
         if not (self._n_asked or self._function):
-            self.tally.consumers = consumers(learn.model, output)
-            facts["predecessors"] = predecessors(learn.model, output)
-            facts["softmax_dim"] = wrong_softmaxes(output)
+            self.tally.consumers = consumers(learn.model, users)
+            facts["predecessors"] = predecessors(learn.model, users)
+            facts["softmax_dim"] = wrong_softmaxes(users)
             facts["dropout"] = dropouts(learn.model)
-            facts |= least_samples(output)
+            facts |= least_samples(users)
         if self._n_asked and learn.n_steps:  # only then the optimizers that step are known
-            facts["unregistered"] = unregistered(learn.model, learn.opts, output)
+            facts["unregistered"] = unregistered(learn.model, learn.opts, users)
         self._n_asked += bool(learn.n_steps or not self._n_asked)
 
 

@@ -1,4 +1,8 @@
-"""The scale of a loss: of which GradScaler, and by how much."""
+"""The GradScaler of a loop, by whose scale the gradients of outputs are divided as they come.
+
+The scaler is known if it was given, if the loop has one, or from the last step. In the first batch
+of a loop that has its own, it is not: the record of that step is dropped.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,11 @@ def known_scaler(driver: Any) -> Any:
 
 
 def inverse_scale(scaler: Any) -> Tensor | None:
-    """1 / its scale as a new 0-d tensor; None if there is no scaler or it is not in use."""
+    """1 / its scale as a new 0-d tensor; None if there is no scaler or it is not in use.
+
+    >>> inverse_scale(torch.amp.GradScaler("cpu", init_scale=4.0))
+    tensor(0.2500, dtype=torch.float64)
+    """
     if scaler is None or not scaler.is_enabled():
         return None
     # Private: `GradScaler._scale`, the scale as a tensor on the device, None before the first use,
@@ -25,7 +33,6 @@ def inverse_scale(scaler: Any) -> Tensor | None:
     # without these two, gradients are recorded as if the scale were 1.
     scale = getattr(scaler, "_scale", None)
     if scale is None:
-        scale = torch.tensor(
-            float(getattr(scaler, "_init_scale", 1.0)), dtype=torch.float64, device="cpu"
-        )
+        first = float(getattr(scaler, "_init_scale", 1.0))
+        scale = torch.tensor(first, dtype=torch.float64, device="cpu")
     return widened(scale.detach()).reciprocal()
