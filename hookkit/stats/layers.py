@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from hookkit.autograd_graph import users_of
 from hookkit.checks import check_choice, check_flag, check_number, kind_of, shown
@@ -111,11 +111,6 @@ class ActivationStats(LayerStats):
         if self.recording and self.learn.training and self._n_asked < 2:
             self._ask(self.learn, self.learn.pred)
 
-    def _note_graph(self, root: Tensor) -> None:
-        """The first backward pass begins at `root`: all there is of a model called in parts."""
-        if self.recording and not self._n_asked:
-            self._ask(self.learn, root)
-
     def _ask(self, learn: Any, output: Any) -> None:
         """Reads which activation consumes each layer, the order of the weights, hidden weights.
 
@@ -152,7 +147,7 @@ class GradientStats(LayerStats):
         include_paramless: with `modules=None`, takes modules without parameters too.
         of: `"outputs"` or `"params"`; parameters are rows called by their own names.
         scaler: the GradScaler, needed only where its `step` is not called around a torch
-            optimizer's (`each_forward`).
+            optimizer's: with `each_forward`, in fastai's own MixedPrecision.
         eps: a value of at most this size is near zero.
         bins: of the histogram, `(low, high, n)`; None: signed octaves from 2**-40 to 2**8.
 
