@@ -268,7 +268,9 @@ def test_modules_that_come_during_a_fit_are_warned_of_once_and_hooked_in_the_nex
     learn = quiet(n_trn=6, model=mlp(1, 4, 1), cbs=[cb, Callback(after_batch=grow)])
     first = learn.model[0]
 
-    with pytest.warns(HookkitWarning, match=r"HookCallback: modules have come into.*nex") as warned:
+    with pytest.warns(
+        HookkitWarning, match=r"HookCallback: modules have come.*in the next"
+    ) as warned:
         learn.fit(1)
     assert (cb.names, len(warned)) == (["0", "2"], 1)
     learn.fit(1)

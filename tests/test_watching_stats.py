@@ -183,7 +183,7 @@ def test_a_recorder_is_read_without_its_model_which_it_does_not_keep():
     assert len(acts.stats[0]) == 2
     assert acts.hist(0).shape[1] == 4
     assert isinstance(acts.dead_units(0), list)
-    assert "4 steps: healthy" in str(diagnose(acts))
+    assert "4 steps" in str(diagnose(acts))
     assert all(pickle.loads(pickle.dumps(cb)).learn is None for cb in cbs)
     if importlib.util.find_spec("matplotlib"):
         assert acts.plot_layer_stats(0)
@@ -200,7 +200,7 @@ def test_modules_that_come_during_a_run_are_warned_of_and_recorded_from_the_next
         train(model, sgd(model), 2)
         model[2] = nn.Linear(8, 3)
         model.append(nn.Linear(3, 2))
-        with pytest.warns(HookkitWarning, match=r"Stats: modules have come.*next fit") as warned:
+        with pytest.warns(HookkitWarning, match=r"Stats: modules have come.*in the next") as warned:
             train(model, sgd(model), 3)
     with w:
         train(model, sgd(model), 2)

@@ -179,34 +179,37 @@ def _half_rows(run: View, record: Record) -> list[int]:
 def lr_too_high(run: View) -> Iterator[Finding]:
     """One step changes most matrices by half, or all tripled them, and the loss stands or breaks.
 
-    Matrices of one rate are judged together. Without a loss that stands it is a note.
+    Or one step replaces them, and they grow 4-fold, to a gain above 1.5. Else it is a note.
+    Matrices of one rate are judged together.
     """
+    p, fails = run.params, run.stands or run.broke is not None
     for rows, ratio in _by_rate(run):
-        p = run.params
-        top = np.nanmax(np.where(np.isfinite(ratio), ratio, 0), axis=1)
-        norm = table(p, "weight_norm")[rows]
-        grew = np.nan_to_num(median(norm[:, -5:]) / norm[:, 0], posinf=0)
-        fails = run.stands or run.broke is not None
-        if np.median(top) > 0.5 or (fails and np.median(grew) > 3):
+        top = float(np.median(np.nanmax(np.where(np.isfinite(ratio), ratio, 0), axis=1)))
+        norm, rms = table(p, "weight_norm")[rows], table(p, "weight_rms")[rows]
+        grew = float(np.median(np.nan_to_num(median(norm[:, -5:]) / norm[:, 0], posinf=0)))
+        fan_in = meta(p, "numel", 1)[rows] ** 0.5  # of a square matrix
+        gain = float(np.median(median(rms[:, -5:]) * fan_in**0.5))
+        if top > 0.5 or (fails and grew > 3):
+            blown = top > 1 and grew > 4 and gain > 1.5
             what = f"one step changes most of {plural(len(rows), 'matrix', 'matrices')} by "
-            what += f"{np.median(top):.2g} times their size"
-            grown = f", which grow {np.median(grew):.2g}-fold" * bool(np.median(grew) > 1)
-            why = ", while the loss " + ("breaks" if run.broke is not None else "does not fall")
-            what = f"{what}{grown}{why * fails}"
-            cause = "the learning rate is too high"
-            fix = "divide the learning rate by 10, or warm it up"
-            yield Finding(
-                "lr_too_high", run.severity if fails else "note", what, cause, fix, names(p, rows)
+            what += f"{top:.2g} times their size"
+            what += f", and all together {grew:.2g}-fold" * (grew > 1)
+            what += (
+                ", while the loss " + ("does not fall" if run.stands else "breaks") if fails else ""
             )
+            severity = run.severity if fails or blown else "note"
+            cause, fix = "the learning rate is too high", "divide it by 10, or warm it up"
+            yield Finding("lr_too_high", severity, what, cause, fix, names(p, rows))
             return
 
 
 def lr_too_low(run: View) -> Iterator[Finding]:
     """All steps together move most matrices by less than a tenth, and most of the loss is left.
 
-    A note for weights that were trained before, and in fewer than 100 steps.
+    A note for weights that were trained before, and in fewer than 100 steps. Where gradients fade
+    towards the data nothing is said of the rate.
     """
-    for rows, ratio in _by_rate(run):
+    for rows, ratio in _by_rate(run) if not run.fades else ():
         p = run.params
         mean = np.nansum(ratio * p.spans, axis=1) / p.spans.sum()
         path = float(np.median(mean)) * float(p.steps[-1] - p.steps[0] + 1)

@@ -7,12 +7,11 @@ meant. So these say what was measured, and what it may come from.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from hookkit.health.finding import Finding
-from hookkit.health.view import View, median, names, table
+from hookkit.health.view import View
 
 
 def not_learning(run: View) -> Iterator[Finding]:
@@ -45,43 +44,16 @@ def exploding(run: View) -> Iterator[Finding]:
 
 
 def _by_depth(run: View, rule: str) -> Iterator[Finding]:
-    p, own = run.params, _chain(run)
-    if len(own) < 3:
-        return
-    early = slice(0, max(len(p) // 3, 1))
-    size = median(table(p, "grad_rms")[own][:, early])
-    own, size = own[size > 0], size[size > 0]
-    if len(own) < 3:
-        return
-    times = float(size[0] / size[-1])
-    fades = times < 1e-3 and size[0] < 1e-4
-    if fades if rule == "vanishing" else times > 100:
-        what = f"gradients of {p.names[own[0]]} are {times:.2g} times those of {p.names[own[-1]]}"
-        cause = (
-            "saturating layers, or depth without shortcuts"
-            if fades
-            else "weights that are large for the depth, or a recurrence"
-        )
-        fix = "use norm layers or shortcuts" if fades else "clip gradients, or use norm layers"
-        yield Finding(rule, "note", what, cause, fix, names(p, own[[0, -1]]))
-
-
-def _chain(run: View) -> Any:
-    """The longest chain of matrices in the graph, from the data on; all, where it is not known."""
-    p, before = run.params, run.before
-    rows = {p.names[i]: i for i in run.matrices}
-    if not before.keys() & rows.keys():
-        return run.matrices
-    chains = []
-    for name in before.keys() - set(before.values()):
-        chain: list[int] = []
-        passed: set[str] = set()
-        while name and name not in passed:
-            passed.add(name)
-            chain += [rows[name]] if name in rows else []
-            name = before.get(name, "")
-        chains.append(chain[::-1])
-    return np.array(max(chains, key=len, default=[]), np.int64)
+    own, size = run.depth
+    times = float(size[0] / size[-1]) if len(size) else 1.0
+    if run.fades if rule == "vanishing" else times > 100:
+        first, last = (run.params.names[i] for i in own[[0, -1]])
+        what = f"gradients of {first} are {times:.2g} times those of {last}"
+        cause = "weights that are large for the depth, or a recurrence"
+        fix = "clip gradients, or use norm layers"
+        if run.fades:
+            cause, fix = "saturating layers, or depth without shortcuts", "use norms or shortcuts"
+        yield Finding(rule, "note", what, cause, fix, (first, last))
 
 
 def overfit(run: View) -> Iterator[Finding]:

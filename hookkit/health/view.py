@@ -130,6 +130,38 @@ class View:
         kinds = [(i, self.acts.types[i]) for i in dict.fromkeys(given)]
         return [i for i, t in kinds if "Embedding" not in t and (not types or t in types)]
 
+    @cached_property
+    def depth(self) -> tuple[Any, Any]:
+        """The longest chain of matrices in the graph, from the data on, and their gradients.
+
+        (k,) rows, and the RMS of their gradients in the first third of the run, where that is above
+        0; empty if these are fewer than 3. All matrices, where the graph is not known.
+        """
+        rows = self._chain()
+        third = slice(0, max(len(self.params) // 3, 1))
+        size = median(table(self.params, "grad_rms")[rows][:, third])
+        known = size > 0
+        return (rows[known], size[known]) if known.sum() > 2 else (_NO_ONE, np.zeros(0))
+
+    @property
+    def fades(self) -> bool:
+        """Gradients fade towards the data, 1000-fold or more."""
+        _, size = self.depth
+        return bool(len(size) and size[0] < 1e-4 and size[0] < 1e-3 * size[-1])
+
+    def _chain(self) -> Any:
+        rows, before = {self.params.names[i]: i for i in self.matrices}, self.before
+        if not before.keys() & rows.keys():
+            return self.matrices
+        chains = []
+        for name in before.keys() - set(before.values()):
+            chain: dict[str, None] = {}
+            while name and name not in chain:
+                chain[name] = None
+                name = before.get(name, "")
+            chains.append([rows[name] for name in chain if name in rows][::-1])
+        return np.array(max(chains, key=len, default=[]), np.int64)
+
     # --- whole record
 
     @property

@@ -35,20 +35,14 @@ class Reading(Predicting, Tables, Views, Named):
     def gather(self) -> Self:
         """Merges what all ranks recorded; the Learner. A fit in `distrib_ctx` ends with it.
 
-        Every rank has to call; reading afterwards waits for none. For fits in a process group of
-        your own, or that an error has ended. Alone it does nothing.
-
-        Raises:
-            HookError: the ranks recorded different steps or layouts; or one of them does not come.
+        Every rank has to call; reading afterwards waits for none. Raises a HookError if the ranks
+        recorded different steps or layouts, or one of them does not come.
         """
         gather(self)
         return self
 
     def run_record(self) -> Run:
-        """Everything recorded so far, as plain values: what pictures, diagnosis and report read.
-
-        `.save(path)` writes it, for `Run.load(path)`; the Learner's own `save` writes the weights.
-        """
+        """Everything recorded so far, as plain values: what pictures, diagnosis and report read."""
         return run_of(self)
 
     def _loss_history(self) -> LossHistory | None:
