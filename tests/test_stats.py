@@ -565,9 +565,9 @@ def test_below_0_is_not_dead_where_no_relu_reads_it(act: Any) -> None:
 
 
 def test_a_unit_is_judged_over_the_window() -> None:
-    stats = ActivationStats(modules=nn.ReLU, units=True)
     one = iter([1.0, *[0.0] * 59])
-    stats._given_hook = lambda m, i, o: torch.full((2, 1), next(one))
+    hook = lambda m, i, o: torch.full((2, 1), next(one))  # noqa: E731
+    stats = ActivationStats(modules=nn.ReLU, units=True, hook=hook)
 
     train(net(), batches(60), stats)
 

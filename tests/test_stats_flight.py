@@ -5,7 +5,6 @@ import math
 import pickle
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hooked import n_hooks
@@ -223,88 +222,6 @@ def train_by_closure(
     with watch(model, opt, recorder):
         for _ in range(n):
             opt.step(closure)  # type: ignore[arg-type]
-
-
-def train_changing(model: nn.Sequential, recorder: FlightRecorder, change: Any) -> None:
-    """Four steps; `change(model, opt)` before the third."""
-    opt = torch.optim.SGD(model.parameters(), lr=0.01)
-    with watch(model, opt, recorder):
-        for i in range(4):
-            if i == 2:
-                change(model, opt)
-            model(torch.ones(4, 8)).pow(2).mean().backward()
-            opt.step()
-            opt.zero_grad()
-
-
-def test_a_module_that_comes_during_a_training_is_watched_and_the_past_kept() -> None:
-    def change(model: nn.Sequential, opt: Any) -> None:
-        model.append(Breaks(1))
-
-    recorder, model = FlightRecorder("report"), nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
-
-    train_changing(model, recorder, change)
-
-    (incident,) = recorder.incidents
-    assert (incident.name, incident.type, incident.step) == ("2", "Breaks", 3)
-    assert set(incident.history) == {"0", "1", "2"}
-    assert (incident.history["0"] > 0).tolist() == [True] * 3
-    assert np.isnan(incident.history["2"]).tolist() == [True, True, False]
-    assert n_hooks(model) == 0
-
-
-@pytest.mark.parametrize("of_gradient", [False, True])
-def test_a_module_that_is_exchanged_during_a_training_is_watched(of_gradient: bool) -> None:
-    def change(model: nn.Sequential, opt: torch.optim.Optimizer) -> None:
-        model[1] = SqrtOfZero() if of_gradient else Breaks(1)
-        model[0] = nn.Linear(8, 6)
-        opt.add_param_group({"params": list(model[0].parameters())})
-
-    recorder, model = FlightRecorder("report"), broken(nn.Identity())
-    old = model[0]
-
-    train_changing(model, recorder, change)
-
-    incident = recorder.incidents[0]
-    want = ("gradient", "0", "Linear", 2) if of_gradient else ("activation", "1", "Breaks", 3)
-    assert (incident.kind, incident.name, incident.type, incident.step) == want
-    assert not old._forward_hooks
-
-
-def test_a_parameter_that_is_exchanged_during_a_training_is_watched() -> None:
-    def change(model: nn.Sequential, opt: torch.optim.Optimizer) -> None:
-        model[0].weight = nn.Parameter(torch.ones(2, 8))
-        model[0].weight.register_hook(lambda grad: grad * math.nan)
-
-    recorder = FlightRecorder("report")
-
-    train_changing(nn.Sequential(nn.Linear(8, 2)), recorder, change)
-
-    assert [(i.kind, i.name, i.step) for i in recorder.incidents] == [("gradient", "0", 2)]
-
-
-def test_a_changed_model_whose_root_is_watched_is_watched_on() -> None:
-    def change(model: nn.Sequential, opt: Any) -> None:
-        model.append(Breaks(1))
-
-    recorder = FlightRecorder("report", modules="")
-
-    train_changing(nn.Sequential(nn.Linear(8, 2)), recorder, change)
-
-    assert [(i.name, i.step) for i in recorder.incidents] == [("", 3)]
-
-
-def test_modules_that_cannot_be_found_again_are_warned_about() -> None:
-    def change(model: nn.Sequential, opt: Any) -> None:
-        model[2] = nn.Identity()
-
-    model = broken(Breaks(1))
-    recorder = FlightRecorder("report", modules=[model[2], model[3]])
-
-    with pytest.warns(HookkitWarning, match=r"other modules .*Start again, with FlightRecorder"):
-        train_changing(model, recorder, change)
-
-    assert [(i.name, i.step) for i in recorder.incidents] == [("2", 1)]
 
 
 @pytest.mark.parametrize(("n_calls", "bad_call"), [(1, 2), (3, 6), (3, 8)])

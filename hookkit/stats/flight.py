@@ -9,6 +9,7 @@ weights. On a GPU that would wait, so the batch before is looked at: its answer 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -195,10 +196,16 @@ class FlightRecorder(HookCallback):
             getattr(opt, "grad_scale", None) is not None for opt in self.learn.opts
         )
         if grads and not scaled:
-            parameters = {name: p for name, _, p in named_parameters(self.learn.model)}
-            norms = grad_norms_by_id(parameters.values())
-            batch.grads = {n: norms[id(p)] for n, p in parameters.items() if id(p) in norms}
+            self._note_part(p for p in self.learn.model.parameters())
         batch.ask()
+
+    def _note_part(self, owned: Iterable[nn.Parameter]) -> None:
+        """Takes the norms of gradients that an optimizer has used, before they are reset."""
+        if self.recording:
+            norms, grads = grad_norms_by_id(owned), self._memory.batches[-1].grads
+            for name, _, p in named_parameters(self.learn.model):
+                if id(p) in norms:
+                    grads.setdefault(name, norms[id(p)])
 
     def _look(self, wait: bool) -> bool:
         """Whether something is not finite: of this batch with `wait`, else of those before."""
