@@ -106,14 +106,14 @@ _LARGE = {"f": 1e16, "d": 1e150}  # sums of squares of smaller values do not ove
 
 def array_row(x: Any, eps: float) -> tuple[float, ...]:
     """The row of a flat float32 or float64 array, in chunks that stay in the cache."""
-    row = EMPTY
+    rows = []
     kind, near_zero = x.dtype.char, x.dtype.type(eps)
     ones, large = _ONES[kind], _LARGE[kind]
     for start in range(0, len(x), CHUNK):
         part = x[start : start + CHUNK]
         n, low, high = len(part), float(part.min()), float(part.max())
         if not (-large < low and high < large):  # NaN, Inf, or squares that overflow
-            row = merge(row, tuple(moments(torch.from_numpy(part), eps).tolist()))
+            rows.append(tuple(moments(torch.from_numpy(part), eps).tolist()))
             continue
         mean = float(part.dot(ones[:n])) / n
         m2 = float(part.dot(part)) - n * mean * mean
@@ -123,9 +123,23 @@ def array_row(x: Any, eps: float) -> tuple[float, ...]:
             mean, m2 = float(part.dtype.type(mean)) + rest, float(y.dot(y)) - n * rest * rest
         near = np.count_nonzero(np.abs(part) <= near_zero)
         zero = n - np.count_nonzero(part) if near else 0
-        found = 1.0, float(n), mean, max(m2, 0.0), low, high, float(near), float(zero), 0.0
-        row = merge(row, found) if start else found
-    return (1.0, *row[1:])
+        row = 1.0, float(n), mean, max(m2, 0.0), low, high, float(near), float(zero), 0.0
+        rows.append(row)
+    return rows[0] if len(rows) == 1 else _row_of(rows)
+
+
+def _row_of(rows: list[tuple[float, ...]]) -> tuple[float, ...]:
+    """The rows of one tensor's chunks as one: `merge` for many at once."""
+    if not rows:
+        return (1.0, *EMPTY[1:])
+    table = np.array(rows)
+    _, n, means, m2, low, high = table[:, :6].T
+    total = float(n.sum())
+    with np.errstate(over="ignore"):  # squares may leave float64
+        mean = float(n @ means) / total if total else 0.0
+        deviations = float(m2.sum() + n @ (means - mean) ** 2)
+    least, most = float(low.min()), float(high.max())
+    return 1.0, total, mean, deviations, least, most, *table[:, 6:].sum(0).tolist()
 
 
 def merge(a: Any, b: Any) -> Any:

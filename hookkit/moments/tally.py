@@ -200,7 +200,8 @@ class Tally:
         values = x.reshape(-1) if x.flags.c_contiguous else _dense(x)
         counts, tops, full = None, None, 0.0
         if bins is not None:
-            counts = bins.count(narrowed(values[sample_of(len(values), self._state.n)]))
+            part = values[sample_of(len(values), self._state.n)]
+            counts = bins.count(part if part.dtype == np.float32 else narrowed(part))
         if dim is not None:
             tops = units.array_tops(x, dim)
             if (middle := units.middle(self.types[row])) is not None:
@@ -251,7 +252,7 @@ class Tally:
         """Ends the step: all that was seen since the last commit is its record."""
         n, history, window, kept, batch = self._state
         entries = _together(kept, batch)
-        if any(isinstance(entry.row, Tensor) for entry in entries.values()):
+        if Tensor in {type(entry.row) for entry in entries.values()}:
             read = partial(self._tables, arriving(entries, self.options.bins))
         else:
             read = partial(self._tables, lambda: entries)
