@@ -50,7 +50,7 @@ def _arrived(part: Any) -> Any:
         return None
     host, event = part
     if event is not None:
-        event.synchronize()  # sync: sent up to 16 steps ago
+        event.synchronize()  # sync: sent up to 8 steps ago
     return host.numpy()
 
 

@@ -21,10 +21,10 @@ Place = tuple[int, int, int]
 Tables = dict[str, Any]
 """Name → (rows, …) array: "moments" are rows that merge, others add up."""
 
-WAIT = 16
+WAIT = 8
 """Records that wait at most."""
 
-LIMIT = 10 * 2**20  # bytes
+LIMIT = 8 * 2**20  # bytes
 
 
 class History:

@@ -2,7 +2,7 @@
 
 A hook calls `see` for each tensor, and its row goes into the dict of the current batch. Events only
 move dicts: `drop` forgets the batch, `fold` keeps it for its step, `forget` drops the step too,
-`commit` ends the step, whose rows then wait, and after 16 steps go into the history on the host. On
+`commit` ends the step, whose rows then wait, and after 8 steps go into the history on the host. On
 a GPU they are sent there without waiting, and have arrived by then.
 
 All that changes together is one tuple, which is replaced by one assignment: an interrupt leaves all

@@ -128,7 +128,7 @@ def arriving(parts: list[tuple[list[str], Tensor]]) -> Callable[[], dict[str, An
         numbers: dict[str, Any] = {}
         for names, host, event in on_way:
             if event is not None:
-                event.synchronize()  # sync: sent up to 16 steps ago
+                event.synchronize()  # sync: sent up to 8 steps ago
             numbers |= zip(names, host.double().t().numpy(), strict=True)
         return numbers
 
