@@ -77,13 +77,13 @@ class DataLoaders:
         return getattr(self.valid, "dataset", None)
 
     def __getitem__(self, i: int) -> Any:
-        found = self.loaders[i] if -len(self) <= i < len(self) else None
-        if found is None:
+        loader = self.loaders[i] if -len(self) <= i < len(self) else None
+        if loader is None:
             raise SelectionError(
                 f"there is no loader {i!r}: DataLoaders has {len(list(self))} (0 is training, "
                 f"1 validation). Give it to DataLoaders, or a `dl=` to the call."
             )
-        return found
+        return loader
 
     def __len__(self) -> int:
         return len(self.loaders)
@@ -203,6 +203,6 @@ def generators_of(loader: Any) -> list[torch.Generator]:
     """The random generators of a loader and of its samplers, each once."""
     batches = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
-    found.append(getattr(loader, "synchronized_generator", None))  # accelerate's, for all ranks
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    generators.append(getattr(loader, "synchronized_generator", None))  # accelerate's
+    return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())

@@ -119,6 +119,28 @@ def test_accumulation_and_clipping_change_nothing_of_it(n: int, clip: bool):
     np.testing.assert_allclose(recorded(scaler_of()), recorded(None), rtol=1e-4)
 
 
+def test_a_scaler_that_unscales_before_a_step_of_the_loops_own_is_found():
+    """As fastai's MixedPrecision does it."""
+
+    def run(scaler: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        opt = torch.optim.SGD(model.parameters(), 0.001)
+        with watch(model, opt, cb := GradientStats()):
+            for _ in range(3):
+                loss = model(torch.randn(BATCH, 4)).square().mean()
+                (loss if scaler is None else scaler.scale(loss)).backward()
+                if scaler is not None:
+                    scaler.unscale_(opt)
+                opt.step()
+                opt.zero_grad()
+                if scaler is not None:
+                    scaler.update()
+        return cb.record().value("rms")
+
+    np.testing.assert_allclose(run(scaler_of()), run(None)[:, 1:], rtol=1e-4)
+
+
 def test_accelerates_own_scaler_is_found():
     accelerate = pytest.importorskip("accelerate")
 

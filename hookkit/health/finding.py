@@ -24,6 +24,7 @@ LOSSES = "losses"
 
 CURES = {
     LOSSES: "call w.loss(loss) in each batch, or give watch(…, loss_func=…)",
+    "loss graph": "give w.loss the tensor that backward() is called on, not a number",
     "parameters": "add ParamStats()",
     "activations": "add ActivationStats()",
     "units": "give ActivationStats(units=True)",
@@ -83,8 +84,8 @@ class Diagnosis(Sequence[Finding]):
         findings: in that order.
         n_layers: layers (or, without them, parameters) that were looked at.
         n_steps: optimizer steps covered.
-        not_judged: what the run lacks (`"losses"`, `"parameters"`, `"activations"`, `"units"`) →
-            the rules that could not be asked without it.
+        not_judged: what the run lacks (`"losses"`, `"loss graph"`, `"parameters"`, `"activations"`,
+            `"units"`) → the rules that could not be asked without it.
         remarks: what else the first line says, such as which rank recorded the run alone.
 
     >>> Diagnosis((), n_layers=7, n_steps=300)

@@ -190,7 +190,7 @@ def lr_too_high(run: View) -> Iterator[Finding]:
         fan_in = meta(p, "numel", 1)[rows] ** 0.5  # of a square matrix
         gain = float(np.median(median(rms[:, -5:]) * fan_in**0.5))
         if top > 0.5 or (fails and grew > 3):
-            blown = top > 1 and grew > 4 and gain > 1.5
+            blown = len(rows) > 1 and top > 1 and grew > 4 and gain > 1.5  # a head may move far
             what = f"one step changes most of {plural(len(rows), 'matrix', 'matrices')} by "
             what += f"{top:.2g} times their size"
             what += f", and all together {grew:.2g}-fold" * (grew > 1)

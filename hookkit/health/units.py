@@ -55,9 +55,3 @@ def saturated(run: View) -> Iterator[Finding]:
         cause = "weights or inputs that are large: the slope there is almost 0"
         fix = "smaller first weights (torch.nn.init.xavier_normal_), or a norm before it"
         yield Finding("saturated", "note", what, cause, fix, names(a, hit))
-
-
-def can_be_dormant(record: Record) -> Any:
-    """(n_layers,) bool: which rows are outputs of activations, whose dormant units are counted."""
-    smooth = ("GELU", "SiLU", "ELU", "LeakyReLU", "Mish", "Tanh", "ReLU", "ReLU6")
-    return np.array([kind in smooth for kind in record.types], bool)

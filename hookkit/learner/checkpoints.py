@@ -105,11 +105,11 @@ def read(where: Path, who: str) -> dict[str, Any]:
 def read_for_fit(where: Path, n_epoch: int) -> dict[str, Any]:
     """A file that a fit of `n_epoch` epochs can go on from; else an OptionError."""
     state = read(where, "fit(resume=…)")
-    done = state.get("fit", {}).get("epoch")
-    why = f"{done} epochs are done in it, of {n_epoch} in all"
-    if done is None:
+    n_done = state.get("fit", {}).get("epoch")
+    why = f"{n_done} epochs are done in it, of {n_epoch} in all"
+    if n_done is None:
         why = "it was saved without the optimizer, or within an epoch"
-    if done is None or done > n_epoch:
+    if n_done is None or n_done > n_epoch:
         raise OptionError(
             f"fit(resume=…): {where} cannot be gone on from: {why}. Use a file that learn.save "
             f"wrote in `after_epoch`; or learn.load(…) and fit(…, start_epoch=…)."

@@ -158,7 +158,7 @@ class Predicting(Loop):
     @block
     def _eval_pass(self, cbs: Any) -> Iterator[None]:
         """Around a pass without training: afterwards state and modes are as before."""
-        kept = {name: getattr(self, name) for name in _STATE}
+        state = {name: getattr(self, name) for name in _STATE}
         modes, with_grad = [(m, m.training) for m in self.model.modules()], torch.is_grad_enabled()
         paused = self._pause_recorders()
         running = [cb for cb in paused if cb.run]
@@ -174,7 +174,7 @@ class Predicting(Loop):
                         yield
         finally:
             torch.set_grad_enabled(with_grad)  # Ctrl-C in torch's own `no_grad` leaves it off
-            vars(self).update(kept)
+            vars(self).update(state)
             for module, mode in modes:
                 module.training = mode
             for cb in running:

@@ -147,7 +147,7 @@ class GradientStats(LayerStats):
         include_paramless: with `modules=None`, takes modules without parameters too.
         of: `"outputs"` or `"params"`; parameters are rows called by their own names.
         scaler: the GradScaler, needed only where its `step` is not called around a torch
-            optimizer's: with `each_forward`, in fastai's own MixedPrecision.
+            optimizer's (`each_forward`).
         eps: a value of at most this size is near zero.
         bins: of the histogram, `(low, high, n)`; None: signed octaves from 2**-40 to 2**8.
 
