@@ -110,7 +110,7 @@ def test_a_step_that_overflows_is_left_out_and_nothing_moves() -> None:
     seen: list[Any] = []
     note = Callback(after_step=lambda cb: seen.append((cb.learn.stepped, weights(cb.learn))))
     clip, params, acts = GradientClip(), ParamStats(), ActivationStats()
-    grads = GradientStats(of="both")
+    grads = GradientStats()
     learn = learner(
         MixedPrecision(init_scale=SCALE), Overflow(0, 3), schedule, clip, note, params, acts, grads
     )

@@ -45,7 +45,7 @@ def keep_shape(m: nn.Module, i: Any, o: Any) -> Any:
 
 
 def recorders() -> list[Any]:
-    stats = ActivationStats(True, units=True), GradientStats(True, of="both"), ParamStats()
+    stats = ActivationStats(True, units=True), GradientStats(True), ParamStats()
     return [*stats, FlightRecorder("report"), HookCallback(hook=keep_shape)]
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from hookkit import events
 from hookkit.callbacks import Callback
-from hookkit.events import BATCH_EVENTS, CANCELS, EVENTS, SKIPS
+from hookkit.events import BATCH_EVENTS, CANCELS, EVENTS
 from hookkit.testing import synth_learner
 
 TRAIN_BATCH = [
@@ -306,7 +306,6 @@ def test_every_part_has_its_exception_its_events_and_its_line_in_the_table() -> 
         assert {f"before_{part}", f"after_{part}", f"after_cancel_{part}"} <= set(EVENTS)
         assert getattr(events, error.__name__) is error
         assert error.__name__ == f"Cancel{'Valid' if part == 'validate' else part.title()}Exception"
-    assert SKIPS.keys() == CANCELS.keys()
 
 
 def test_parameters_are_untouched_by_a_cancelled_fit() -> None:

@@ -28,7 +28,7 @@ from hookkit import (
 
 RECORDERS: list[Callable[[], Callback]] = [
     lambda: ActivationStats(True, units=True),
-    lambda: GradientStats(of="both"),
+    lambda: GradientStats(),
     ParamStats,
     lambda: FlightRecorder("report"),
     lambda: HookCallback(hook=lambda m, i, o: o),

@@ -129,21 +129,6 @@ def test_a_run_has_momentum_and_maximize():
     assert (info["momentum"], info["maximize"]) == ([0.5], True)
 
 
-def test_a_recorder_pickled_during_a_run_knows_how_far_it_came() -> None:
-    model, stats = nn.Linear(2, 2), ParamStats()
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    with watch(model, opt, stats):
-        for _ in range(3):
-            model(torch.randn(4, 2)).sum().backward()
-            opt.step()
-        again = pickle.loads(pickle.dumps(stats))
-    with watch(model, opt, again):
-        model(torch.randn(4, 2)).sum().backward()
-        opt.step()
-
-    assert again.record().steps.tolist() == [0, 1, 2, 3]
-
-
 class InAList(nn.Module):
     """A classic: the layers work, and are no part of the model."""
 

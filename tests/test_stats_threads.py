@@ -97,7 +97,7 @@ POINTS = ("before", "inside", "after forward", "after backward", "after step")
 def recorders() -> list[Any]:
     return [
         ActivationStats(with_hist=True, units=True, include_paramless=True),
-        GradientStats(of="both", include_paramless=True),
+        GradientStats(include_paramless=True),
         ParamStats(),
         FlightRecorder("raise"),
     ]

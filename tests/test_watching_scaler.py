@@ -23,7 +23,7 @@ def train(*, skips=(), scaler=None, given=False, zero_late=False, every=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     opt = torch.optim.Adam(model.parameters(), 1e-2)
-    grads = GradientStats(True, every=every, of="both", scaler=scaler if given else None)
+    grads = GradientStats(True, every=every, scaler=scaler if given else None)
     outputs, weights = [], []
     model[0].register_forward_hook(lambda m, i, o: outputs.append(o.detach().clone()))
     with watch(model, opt, ActivationStats(every=every), grads, ParamStats(every=every)) as w:

@@ -33,7 +33,7 @@ from hookkit.devices import widest_float
 from hookkit.health.kept_gradients import KeptGradients
 from hookkit.health.loss_graph import loss_facts
 from hookkit.hooks.snapshot import is_transforming
-from hookkit.moments.moments import plain
+from hookkit.moments.rows import plain
 from hookkit.nested import leaves
 
 MANY = 64

@@ -36,7 +36,10 @@ def consumers(model: nn.Module, users: Users) -> dict[str, str | None]:
     >>> consumers(net, users_of(net(torch.ones(4, 2))))
     {'0': 'ReLU', '2': ''}
     """
-    weights = [(name, m._parameters.get("weight")) for name, m, first in walk(model) if first]
+    own = (
+        (name, dict(m.named_parameters(recurse=False))) for name, m, first in walk(model) if first
+    )
+    weights = [(name, params.get("weight")) for name, params in own]
     names = {id(weight): name for name, weight in weights if weight is not None}
     found: dict[str, str | None] = dict.fromkeys(names.values())
     for leaf in _leaves(users):
@@ -110,6 +113,11 @@ def _hidden(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                     yield from ((f"{name}.{n}", p) for n, p in x.named_parameters())
                 elif isinstance(x, nn.Parameter):
                     yield name, x
+
+
+def _weight(m: nn.Module) -> nn.Parameter | None:
+    # a script's modules have no dict of parameters
+    return dict(m.named_parameters(recurse=False)).get("weight")
 
 
 def _leaves(users: Users) -> list[Any]:

@@ -1,6 +1,6 @@
 """What recorders' hooks do at a call of a layer: they show tensors to their switch's target.
 
-The target is an accumulator, or the norms of the flight recorder: it has `see(row, leaf, path, t)`.
+The target is a `Tally`, or the norms of the flight recorder: it has `see(row, leaf, path, t)`.
 One hook serves training and validation, since it finds the target in the switch. Which calls count
 is in `entries.counts_for`; of a layer that is called on its own, after the model has returned, in
 `_makes_loss`.

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hookkit.modules import class_name, is_parametrization, join, submodules, walk
-from hookkit.moments.moments import has_numbers
+from hookkit.moments.rows import has_numbers
 
 Named = tuple[str, str, nn.Parameter]
 
@@ -54,43 +54,3 @@ def idle_parameters(learn: Any, parameters: Iterable[nn.Parameter]) -> set[int]:
 
 def _held(opts: Iterable[Any]) -> set[int]:
     return {id(p) for opt in opts for group in opt.param_groups for p in group["params"]}
-
-
-class Parameters:
-    """`named_parameters` of one model, to be read at each step: a walk costs 10 µs a module.
-
-    Parameters and modules that come, go or take another's place are seen.
-
-    >>> net = nn.Sequential(nn.Linear(2, 2))
-    >>> parameters = Parameters(net)
-    >>> parameters.now is parameters.now
-    True
-    >>> net[0].bias = None
-    >>> [name for name, _, _ in parameters.now]
-    ['0.weight']
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._walk()
-
-    def _walk(self) -> None:
-        self._named = list(named_parameters(self.model))
-        # Private: `_parameters` and `_modules`, the dicts of a module (since 0.1; other objects in
-        # a script's modules). Without them the model is walked at each step.
-        tables = [table for m in self.model.modules() for table in (m._parameters, m._modules)]
-        self._tables = [table for table in tables if isinstance(table, dict)]
-        self._parts = self._held()
-        # what has no values may have some soon
-        some_empty = any(map(_is_empty, self.model.parameters()))
-        self._stays = len(self._tables) == len(tables) and not some_empty
-
-    def _held(self) -> list[tuple[str, int]]:
-        return [(key, id(x)) for table in self._tables for key, x in table.items()]
-
-    @property
-    def now(self) -> list[Named]:
-        """(name, class of the owning module, parameter) of each; the same list while all stays."""
-        if not self._stays or self._held() != self._parts:
-            self._walk()
-        return self._named

@@ -1,19 +1,19 @@
 """Moments on CUDA in one read: a Triton kernel, where Triton is installed (with PyTorch for CUDA).
 
 Each of `PROGRAMS` programs reads its part of the tensor once and adds its sums to its own row of a
-table, so nothing is atomic, the result does not depend on timing, and a hook is one launch. The
-rows are combined for all layers at once at the step (`collapse`). Sums are float64, exact enough
-for a mean 1e5 times the spread without a shift. The reference is `moments.moments`.
+table, so nothing is atomic, the result does not depend on timing, and a tensor is one launch. The
+tables of all layers are combined at once at the step (`collapse`). Sums are float64, exact enough
+for a mean 1e5 times the spread without a shift. The reference is `rows.moments`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from hookkit.moments.moments import N_FIELDS, empty_rows
+from hookkit.moments.rows import EMPTY
 
 try:
     import triton
@@ -29,27 +29,16 @@ PROGRAMS = 264
 BLOCK = 1024
 BLOCKS_A_TURN = 4
 WARPS = 8
-MOST = torch.finfo(torch.float32).max
 
 if triton is not None:
-    # unspecialized: else Triton compiles anew for numbers that are 1 or divisible by 16
-    @triton.jit(  # type: ignore[untyped-decorator, unused-ignore]
-        do_not_specialize=["times", "row", "n_sampled", "first", "stride"]
-    )
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _add(  # type: ignore[no-untyped-def]
         x,
         n,
-        times,
         sums,
-        samples,
-        row,
-        width,
-        n_sampled,
-        first,
-        stride,
         EPS: tl.constexpr,
         WIDE: tl.constexpr,
-        MOST: tl.constexpr,
         PROGRAMS: tl.constexpr,
         BLOCK: tl.constexpr,
         BLOCKS_A_TURN: tl.constexpr,
@@ -81,24 +70,16 @@ if triton is not None:
                 zero += (finite & (value == 0)).to(tl.int32)
                 fine += finite.to(tl.int32)
                 bad += inside.to(tl.int32) - finite.to(tl.int32)
-        out = sums + (row * PROGRAMS + part) * 9
+        out = sums + part * 9
         tl.store(out, tl.load(out) + 1.0)
-        tl.store(out + 1, tl.load(out + 1) + tl.sum(fine.to(tl.float64), 0) * times)
-        tl.store(out + 2, tl.load(out + 2) + tl.sum(total, 0) * times)
-        tl.store(out + 3, tl.load(out + 3) + tl.sum(squares, 0) * times)
+        tl.store(out + 1, tl.load(out + 1) + tl.sum(fine.to(tl.float64), 0))
+        tl.store(out + 2, tl.load(out + 2) + tl.sum(total, 0))
+        tl.store(out + 3, tl.load(out + 3) + tl.sum(squares, 0))
         tl.store(out + 4, tl.minimum(tl.load(out + 4), tl.min(least, 0).to(tl.float64)))
         tl.store(out + 5, tl.maximum(tl.load(out + 5), tl.max(most, 0).to(tl.float64)))
-        tl.store(out + 6, tl.load(out + 6) + tl.sum(near.to(tl.float64), 0) * times)
-        tl.store(out + 7, tl.load(out + 7) + tl.sum(zero.to(tl.float64), 0) * times)
-        tl.store(out + 8, tl.load(out + 8) + tl.sum(bad.to(tl.float64), 0) * times)
-        for start in range(part * BLOCK, n_sampled, tl.num_programs(0) * BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            inside = at < n_sampled
-            value = tl.load(x + first + at * stride, mask=inside, other=0.0).to(kind)
-            if WIDE:  # finite values stay finite in float32
-                finite = tl.abs(value) < float("inf")
-                value = tl.where(finite, tl.minimum(tl.maximum(value, -MOST), MOST), value)
-            tl.store(samples + row * width + at, value.to(tl.float32), mask=inside)
+        tl.store(out + 6, tl.load(out + 6) + tl.sum(near.to(tl.float64), 0))
+        tl.store(out + 7, tl.load(out + 7) + tl.sum(zero.to(tl.float64), 0))
+        tl.store(out + 8, tl.load(out + 8) + tl.sum(bad.to(tl.float64), 0))
 
 
 def serves(device: torch.device) -> bool:
@@ -106,47 +87,43 @@ def serves(device: torch.device) -> bool:
     return triton is not None and device.type == "cuda"
 
 
-def blank(rows: int, device: Any) -> Tensor:
-    """(rows, PROGRAMS, 9) float64 sums of nothing."""
-    return empty_rows(rows * PROGRAMS, device).view(rows, PROGRAMS, N_FIELDS)
+@cache
+def _blank(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(EMPTY, dtype=torch.float64, device=device).repeat(PROGRAMS, 1)
 
 
-def add(
-    x: Tensor,
-    sums: Tensor,
-    row: int,
-    eps: float,
-    times: int = 1,
-    samples: Tensor | None = None,
-    chosen: slice = slice(0, 0, 1),
-) -> None:
-    """Adds the flat tensor `x` to a row of `sums`, and stores a sample of it: one launch.
+def sums_of(x: Tensor, eps: float, sums: Tensor | None = None) -> Tensor:
+    """(PROGRAMS, 9) float64 sums of a contiguous tensor, added to those in `sums` if given.
 
-    It gets the tables whole: views of them would cost the host as much as the launch. `sums` is
-    (rows, PROGRAMS, 9), where each value counts `times` times; the values that are `chosen` go into
-    the first places of `samples[row]`, (rows, size) float32. Both are contiguous.
+    One launch, and one more that makes the sums where there are none.
     """
-    x = x.contiguous()
     if x.dtype is torch.bool:
         x = x.view(torch.uint8)
     elif x.dtype.itemsize == 1 and x.is_floating_point():  # a GPU knows some kinds of float8 only
         x = x.float()
+    if sums is None:
+        sums = _blank(x.device).clone()
     wide = x.dtype in (torch.float64, torch.int32, torch.int64, torch.uint32)
-    n, n_sampled, size = x.numel(), 0, 1
-    if samples is not None:
-        n_sampled, size = len(range(chosen.start, chosen.stop, chosen.step)), samples.shape[-1]
+    n = x.numel()
     grid = (max(min(PROGRAMS, -(-n // (BLOCK * BLOCKS_A_TURN))), 1),)
-    place = sums if samples is None else samples, row, size, n_sampled, chosen.start, chosen.step
-    constants = eps, wide, MOST, PROGRAMS, BLOCK, BLOCKS_A_TURN
-    _add[grid](x, n, times, sums, *place, *constants, num_warps=WARPS)
+    _add[grid](x, n, sums, eps, wide, PROGRAMS, BLOCK, BLOCKS_A_TURN, num_warps=WARPS)
+    return sums
+
+
+def joined(a: Tensor, b: Tensor) -> Tensor:
+    """The sums of two tensors together."""
+    total = a + b
+    total[:, 4], total[:, 5] = torch.minimum(a[:, 4], b[:, 4]), torch.maximum(a[:, 5], b[:, 5])
+    return total
 
 
 def collapse(sums: Tensor) -> Tensor:
-    """(rows, 9) moments, as `moments.FIELDS`, from (rows, PROGRAMS, 9) sums."""
+    """(rows, 9) moments, as `rows.FIELDS`, from (rows, PROGRAMS, 9) sums."""
     total = sums.sum(1)
     n = total[:, 1]
     mean = total[:, 2] / n.clamp(min=1)
     m2 = (total[:, 3] - total[:, 2] * mean).clamp(min=0)
-    lo, hi = sums[..., 4].amin(1), sums[..., 5].amax(1)
-    head = [sums[:, 0, 0], n, mean, m2, lo, hi]
+    low, high = sums[..., 4].amin(1), sums[..., 5].amax(1)
+    head = [sums[:, 0, 0], n, mean, m2, low, high]
     return torch.cat([torch.stack(head, 1), total[:, 6:]], 1)
