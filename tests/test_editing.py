@@ -700,6 +700,23 @@ def test_patching_by_name_from_another_copy_or_a_dict() -> None:
         torch.testing.assert_close(net(x), wanted)
 
 
+def test_patching_goes_by_the_module_before_its_position() -> None:
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def run(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    with hook_outputs(layers) as clean:
+        run(torch.randn(2, 4))
+    with edit_outputs(layers[1:], patch_from(clean)), hook_outputs(layers) as h:
+        run(torch.randn(2, 4))
+
+    torch.testing.assert_close(h[1].stored, clean[1].stored, rtol=0, atol=0)
+    torch.testing.assert_close(h[2].stored, clean[2].stored, rtol=0, atol=0)
+
+
 def test_patching_a_leaf_from_the_whole() -> None:
     net = nn.ModuleDict({"lstm": nn.LSTM(4, 3)})
     x = torch.randn(2, 1, 4)

@@ -248,9 +248,9 @@ def _stored(run: Hook | Hooks | Mapping[str, Any], where: Where) -> Any:
                 return run[name]
         raise HookError(_absent(where, [str(name) for name in run]))
     hooks = [run] if isinstance(run, Hook) else list(run)
-    named = [h for h in hooks if h.name is not None and h.name in where.names]
     same = [h for h in hooks if h.module is where.module]
-    for h in named + [h for h in same if h.leaf == where.leaf]:
+    named = [h for h in hooks if h.name is not None and h.name in where.names]
+    for h in [h for h in same if h.leaf == where.leaf] + named:
         return _value(h, where)
     for h in same:
         if not h.leaf:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Self
 from torch import nn
 
 from hookkit.errors import CompiledWarning, NeverFiredWarning
-from hookkit.hooks.compiling import FRAMES, compiled_modules, enter_eager, leave_eager
+from hookkit.hooks.compiling import FRAMES, compiled_modules, enter_eager, has_compiled, leave_eager
 from hookkit.hooks.entries import Switch
 from hookkit.interrupts import Guard, uninterrupted
 
@@ -90,7 +90,7 @@ class Block(Switch):
         self.thread = get_ident()
         if hooks and self.options.stop:
             self.waiting = {id(h): h for h in hooks}
-        if FRAMES in sys.modules:
+        if has_compiled():
             enter_eager(self)
 
     def undo(self) -> None:

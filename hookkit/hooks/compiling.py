@@ -34,6 +34,20 @@ FRAMES = "torch._dynamo.eval_frame"
 # -- how compiled code runs inside a block ----------------------------------------------------
 
 
+def has_compiled() -> bool:
+    """Whether anything has been compiled in this process; loading the compiler is not enough.
+
+    An optimizer loads the compiler, and to set its stance would cost each block 145 µs.
+    """
+    convert: Any = sys.modules.get("torch._dynamo.convert_frame")
+    if convert is None:
+        return False
+    # Private: `input_codes` of `torch._dynamo.convert_frame`, whose `seen` has the code that was
+    # compiled (since 2.0). Without it each block sets the stance, and is slower.
+    codes = getattr(convert, "input_codes", None)
+    return bool(getattr(codes, "seen", True))
+
+
 # The ids of the open blocks of all threads, and what has set the stance. The process has one
 # stance, and blocks of several threads need not end in the reverse order of their beginning.
 _lock = Lock()
@@ -48,7 +62,7 @@ def enter_eager(owner: object) -> None:
     Does nothing if the compiler is not loaded, or while this call itself is being compiled.
     """
     global _eager
-    if FRAMES not in sys.modules or torch.compiler.is_compiling():
+    if not has_compiled() or torch.compiler.is_compiling():
         return
     with _lock:
         _inside.add(id(owner))
@@ -101,7 +115,7 @@ def compiled_modules() -> dict[int, str]:
     Cost: about 50 ms, since it looks at all objects of the process once.
     """
     frames: Any = sys.modules.get(FRAMES)
-    if frames is None:
+    if frames is None or not has_compiled():
         return {}
     objects = gc.get_objects()
     found: dict[int, str] = {}

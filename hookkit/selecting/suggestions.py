@@ -103,4 +103,5 @@ def listing(model: ModelNames) -> str:
 
 def tensors_of(module: nn.Module) -> set[str]:
     """Names of a module's parameters and buffers; no attribute is read, which could run code."""
-    return {*module.__dict__.get("_parameters", ()), *module.__dict__.get("_buffers", ())}
+    tables = module.__dict__.get("_parameters"), module.__dict__.get("_buffers")
+    return {name for table in tables if isinstance(table, dict) for name in table}
