@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from zoo import ZOO, Entry
 
 from hookkit.errors import ArgumentError, OptionError, SelectionError
-from hookkit.modules import all_names, can_run, find, walk
+from hookkit.modules import can_run, find, walk
 from hookkit.selecting import Selection, leaf_modules, select, unwrap
 
 

@@ -68,7 +68,7 @@ class HookCopies:
     def n_running(self) -> int:
         """How many hooks run with the model: the user's, and hookkit's that edit."""
         entries = [h for h in self._forward() if isinstance(h, HookEntry)]
-        return len(self.of_user()) + sum(h.for_copy() is not None for h in entries)
+        return len(self.of_user()) + sum(not h.observes for h in entries)
 
     def _is_own(self, hook: Any) -> bool:
         """True if `hook` is PyTorch's, or bound to an object that the model itself holds."""
@@ -100,7 +100,7 @@ class HookCopies:
     def _copied(self, hook: Any, memo: dict[int, Any], rebound: _Rebound) -> Any:
         """What the copy has for `hook`; None where it has nothing."""
         if isinstance(hook, HookEntry):  # one whose `Hook` the model holds was copied with it
-            return memo.get(id(hook)) or hook.for_copy()
+            return memo.get(id(hook)) or (None if hook.observes else hook)
         return copy.deepcopy(hook, memo) if self._is_own(hook) else rebound.of(hook)
 
     def remove_observers(self) -> None:
@@ -108,10 +108,8 @@ class HookCopies:
         for _, _, hooks in self.found:
             for key, hook in list(hooks.items()):
                 if isinstance(hook, HookEntry):
-                    if (new := hook.for_copy()) is None:
+                    if hook.observes:
                         del hooks[key]
-                    else:
-                        hooks[key] = new
 
     def containers(self) -> Iterator[Any]:
         """Lists, dicts and cells in which the user's hooks may store what they see.
