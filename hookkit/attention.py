@@ -89,7 +89,7 @@ def _weights(call: FunctionCall, inputs: Inputs, output: Any) -> Tensor:
     if call.function is multi_head_attention_forward:
         given = _MULTI_HEAD.bind(*inputs, **inputs.kwargs).arguments
         given |= {"need_weights": True, "average_attn_weights": False, "training": False}
-        weights: Any = multi_head_attention_forward(**given)[1]
+        weights: Tensor = multi_head_attention_forward(**given)[1]
         return torch.where(weights.isnan().all(-1, keepdim=True), 0, weights)
     logits = attention_logits(*inputs, **inputs.kwargs)
     nowhere = logits.isneginf().all(-1, keepdim=True)

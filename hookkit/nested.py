@@ -227,12 +227,3 @@ def is_path(path: str) -> bool:
     (True, False, True)
     """
     return _STEP.sub("", path) == ""
-
-
-def is_container(x):  # TEMP
-    return bool(parts_of(x)) or isinstance(x, (tuple, list, dict, deque, Mapping))
-
-
-def paths_of(x):  # TEMP
-    paths = [p for p, _ in named_leaves(x)]
-    return ", ".join(paths)

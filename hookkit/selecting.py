@@ -42,6 +42,8 @@ Selector = (
 Pick = tuple[str, nn.Module, str]
 """A module's name in the model, the module, and the path into its output that is meant, or ""."""
 
+__all__ = ["Selection", "Selector", "leaf_modules", "select", "unwrap"]
+
 _LEAF = re.compile(r"""(.*?)((?:\[-?\d+\]|\['[^']*'\]|\["[^"]*"\])+)""", re.DOTALL)
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _PARTS = re.compile(r"(?:\[[^\]]*\]|[^.\[]|\[)+")  # between dots, but for dots inside brackets

@@ -7,7 +7,6 @@ so that what a loader does is not recorded. They pass rows on to a `Store` as th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +174,8 @@ class _Run:
         store: Store, n: int | None,
     ) -> None:  # fmt: skip
         self.model, self.f, self.reading = model, f, reading
-        self.options = replace(how, hook_func=self)
+        self.options = how
+        how.func = self
         self.store, self.n = store, n
         self.modules = [(name, m, layers.leaf(name)) for name, m in layers.items()]
         self.places: dict[Any, list[int]] = {}  # of a module selected by two names, both

@@ -38,6 +38,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _NO_BACKWARD = "no backward pass reached it inside the block, or its memory was written in place"
 
 
+TRACED = "it ran in a compiled graph, which counts no calls"
 NOT_WANTED = "`calls` is true of none of the calls that it got"
 """Why an edit at some calls never happened."""
 
@@ -68,12 +69,14 @@ class Block(Switch):
     """
 
     positions = False
-    entries: Any = None  # of recorders, see `entries`
+    # Until the other rooms use attach: see `fronts`.
+    entries: Any = None
+    options: Any = None
     thread: int | None = None
 
     def __init__(
         self,
-        who: str = "Hook",
+        who: Any = "Hook",
         kind: str = "forward",
         func: Callable[..., Any] | None = None,
         detach: bool = True,
@@ -141,7 +144,7 @@ class Registered:
     @property
     def removed(self) -> bool:
         """Whether none of it is registered."""
-        return not any([h.handles for h in self._each()])  # noqa: C419 - half the time
+        return not any([h.registered for h in self._each()])  # noqa: C419 - half the time
 
     def register(self) -> None:
         """Registers all of it, or nothing; does nothing where it is registered."""
@@ -149,11 +152,18 @@ class Registered:
             for h in self._each():
                 h._put()
         except BaseException:
-            self.remove()
+            self._remove_twice()
             raise
 
     def remove(self) -> None:
         """Removes it from its modules; what was stored stays. Can be repeated."""
+        try:
+            for h in self._each() if self.switch.edit else ():
+                h._warn_if_compiled()
+        finally:
+            self._remove_twice()
+
+    def _remove_twice(self) -> None:
         try:
             self._remove()
         except BaseException:  # a Ctrl-C: once more
@@ -166,8 +176,10 @@ class Registered:
         for h in self._each():
             for handle in h.handles:
                 handle.remove()
-            h.handles = ()
+            h.handles, h.registered = (), False
             fired = fired and h.last is not None
+        if self.switch.kind == "backward":
+            _reset([h.module for h in self._each()])
         return fired
 
     def _begin(self) -> None:
@@ -182,7 +194,7 @@ class Registered:
             self._begin()
             self.switch.enter(self._each())
         except BaseException:
-            self.remove()
+            self._remove_twice()
             self.switch.leave()
             raise
         return self
@@ -235,6 +247,16 @@ class Registered:
             f"{block.who}: {len(idle)} of {len(self._each())} hooks never fired: {few}. "
             f"{empty} {run} inside the block, or do not hook these modules."
         )
+
+
+def _reset(modules: Sequence[nn.Module | None]) -> None:
+    """Has modules without full backward hooks take backward hooks of any sort again."""
+    for m in modules:
+        if m is not None and not m._backward_hooks:
+            # Private: PyTorch sets `_is_full_backward_hook` with the first full backward hook and
+            # never resets it (since 1.8). Without this line the module would go on refusing
+            # backward hooks of the old sort.
+            m._is_full_backward_hook = None
 
 
 def _hint(e: BaseException) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from torch import nn
+from torch import Tensor, nn
 from torch.jit import ScriptModule
 
 from hookkit import ranks
@@ -107,8 +107,10 @@ class Hooks(Registered):
                 for _, m, _ in named:
                     check_hookable(m, block.who)
         block.positions = isinstance(ms, (nn.Sequential, nn.ModuleList))
-        self.switch, of = block, Hook.of
-        self.hooks = [of(m, block, name, leaf) for name, m, leaf in named]
+        self.switch, self.hooks = block, []
+        for name, m, leaf in named:
+            self.hooks.append(hook := Hook.__new__(Hook))
+            hook._set(m, block, name, leaf)
         self.register()
 
     # Until the other rooms use attach: see `fronts`.
@@ -145,7 +147,11 @@ class Hooks(Registered):
 
         An `L`, as fastai's, that is a list too: `torch.stack(h.stored)`.
         """
-        values = [h._own() for h in self.hooks]
+        hooks, block = self.hooks, self.switch
+        plain = block.fast and not block.gather  # most reads: nothing to wait for, or to settle
+        if plain and all([type(h.last) is Tensor and not h.last.is_inference() for h in hooks]):  # noqa: C419
+            return Values([h.last for h in hooks])
+        values = [h._own() for h in hooks]
         if self.switch.gather:
             labels = [f"{i} {h.label}" for i, h in enumerate(self.hooks)]
             values = list(ranks.gather(dict(zip(labels, values, strict=True))).values())
@@ -260,9 +266,4 @@ def named_modules_of(ms: Any, who: str) -> list[Named]:
             f"{who}: expected several modules, found {what}. Pass select(model, ...), a list of "
             f"modules, or model.children(); {one} takes a single module."
         )
-    return [_named(m) for m in ms]
-
-
-def _named(m: Any) -> Named:
-    named = isinstance(m, tuple) and len(m) == 2 and isinstance(m[0], str)
-    return (m[0], m[1], "") if named else (None, m, "")
+    return [(*m, "") if isinstance(m, tuple) and len(m) == 2 else (None, m, "") for m in ms]

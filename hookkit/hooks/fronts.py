@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hookkit.hooks.attach import Handle, HookEntry, graph_task, is_compiling
 from hookkit.hooks.block import KINDS, Block
 from hookkit.hooks.grads import Receive, listen_inputs, listen_output
-from hookkit.nested import leaves, pick, put, tmap
+from hookkit.nested import pick, put
 
 Kind = str
 FUNCTION_OF = {**KINDS, "both": KINDS["backward"]}
@@ -29,7 +29,11 @@ is_transforming: Callable[[], bool] = getattr(
 outside: Callable[[], AbstractContextManager[Any]] = getattr(
     torch._C, "_DisableFuncTorch", nullcontext
 )
-is_tracing: Callable[[], bool] = torch.jit.is_tracing
+
+
+def is_tracing() -> bool:
+    """Whether torch.jit.trace records this forward."""
+    return bool(torch.jit._trace.is_tracing())  # type: ignore[no-untyped-call]
 
 
 def in_jit_trace() -> bool:
@@ -51,26 +55,29 @@ def counts_for(thread: int | None, module: nn.Module, again: bool = False) -> bo
     return in_thread(thread) or "_is_replica" in module.__dict__
 
 
-def Options(  # noqa: N802
-    who: str = "Hook", kind: str = "forward", hook_func: Any = None, *how: bool, **more: Any
-) -> Block:
+class Options(Block):
     """A `Block` of these options; `entries(name, module, leaf)` gives what a recorder registers."""
-    entries, dtype = more.pop("entries", None), more.pop("dtype", None)
-    more = {k: v for k, v in more.items() if v is not None}
-    kind = {"both": "backward", "recorder": "forward"}.get(kind, kind)
-    block = Block(who, kind, hook_func, *how, **more)
-    block.__dict__.update(dtype=dtype, hook_func=block.func)
-    if entries is not None:
 
-        def put_all(hook: Any, module: nn.Module) -> tuple[Any, ...]:
-            handle = Handle()
-            for entry, where in entries(hook.name, module, hook.leaf):
-                entry.switch = hook.switch
-                handle.put(module, entry, **where)
-            return tuple(handle._handles)
+    dtype: Any = None
 
-        block.entries, block.fast = put_all, False
-    return block
+    def __init__(
+        self, who: str = "Hook", kind: str = "forward", func: Any = None, *how: bool, **more: Any
+    ) -> None:
+        entries, self.dtype = more.pop("entries", None), more.pop("dtype", None)
+        more = {k: v for k, v in more.items() if v is not None}
+        kind = {"both": "backward", "recorder": "forward"}.get(kind, kind)
+        super().__init__(who, kind, func or more.pop("hook_func", None), *how, **more)
+        self.hook_func = self.func
+        if entries is not None:
+
+            def put_all(hook: Any, module: nn.Module) -> tuple[Any, ...]:
+                handle = Handle()
+                for entry, where in entries(hook.name, module, hook.leaf):
+                    entry.switch = hook.switch
+                    handle.put(module, entry, **where)
+                return tuple(handle._handles)
+
+            self.entries, self.fast = put_all, False
 
 
 class _GradEntry(HookEntry):
@@ -130,12 +137,6 @@ def keeps_output(module: nn.Module) -> bool:
 def inputs_and_buffers(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """The tensors that a module was called with, and its buffers: it may return any of them."""
     return (*args, *kwargs.values(), *module.buffers(recurse=False))
-
-
-def copied_containers(x: Any) -> Any:
-    """A copy of the containers of `x` with the same tensors, as the model may change its own."""
-    found = iter(leaves(x))
-    return tmap(lambda t: next(found), tmap(Tensor.detach, x))
 
 
 def unwrapped(t: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ from hookkit.hooks.block import Block, Registered
 from hookkit.hooks.collection import Hooks
 from hookkit.hooks.snapshot import store
 from hookkit.nested import Inputs, describe, tmap
-from hookkit.selecting import select, unwrap
+from hookkit.modules import unwrap
+from hookkit.selecting import select
 
 
 class TensorHook:
@@ -124,7 +125,7 @@ class GlobalHook(Registered):
 
     def __init__(self, func: Callable[..., Any], types: Any, pre: bool) -> None:
         self.func, self.types, self.pre = func, types, pre
-        self.switch, self.n_calls = Block("hook_all", keep="none"), 0
+        self.switch, self.n_calls, self.busy = Block("hook_all", keep="none"), 0, False
         self._handle: Any = None
 
     def _each(self) -> tuple[()]:
@@ -150,10 +151,16 @@ class GlobalHook(Registered):
         return True
 
     def _call(self, module: nn.Module, args: Any, *output: Any) -> None:
-        if _paused or not (self.switch.on and isinstance(module, self.types)) or recomputing():
+        if _paused or self.busy or not self.switch.on or recomputing():
+            return
+        if not isinstance(module, self.types):
             return
         self.n_calls += 1
-        called(self.func, module, *[tmap(Tensor.detach, x) for x in (Inputs(args), *output)])
+        self.busy = True  # hook_func may call a module itself
+        try:
+            called(self.func, module, *[tmap(Tensor.detach, x) for x in (Inputs(args), *output)])
+        finally:
+            self.busy = False
 
     def __repr__(self) -> str:
         return f"GlobalHook({self.n_calls} calls{', removed' * self.removed})"
@@ -188,7 +195,8 @@ def hook_all(
     >>> seen
     [(4, 10), (4, 3)]
     """
-    wanted = (nn.Module,) if types is None else types if isinstance(types, tuple) else (types,)
+    given: Any = nn.Module if types is None else types
+    wanted = tuple(given) if isinstance(given, (tuple, list, set)) else (given,)
     pre = check_flag("hook_all", "pre", pre)
     if isinstance(hook_func, nn.Module):
         raise ArgumentError(

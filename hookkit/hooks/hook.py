@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from hookkit.checks import check_flag
 from hookkit.errors import HookError, OptionError
 from hookkit.hooks.attach import HookEntry, check_hookable, graph_task, note
-from hookkit.hooks.block import Block, Registered, StopForward
+from hookkit.hooks.block import TRACED, Block, Registered, StopForward
 from hookkit.hooks.grads import Receive, listen_inputs, listen_output
 from hookkit.hooks.parts import check_same, edits_grad, part_at, positional, stores_grads
 from hookkit.hooks.reading import Reading
@@ -77,6 +77,7 @@ class Hook(HookEntry, Reading, Registered):
         "leaf",
         "n_calls",
         "name",
+        "registered",
         "version",
         "why",
     )
@@ -136,17 +137,23 @@ class Hook(HookEntry, Reading, Registered):
         self._module = _gone if m is None else ref(m)
         self.switch, self.name, self.leaf = block, name, leaf
         self.handles: tuple[RemovableHandle, ...] = ()
+        self.registered = False  # what a compiled graph can ask, unlike the handles
         self.n_calls, self.last, self.all, self.version, self.why = 0, None, None, -1, ""
 
     def _clear(self) -> None:
         self.n_calls, self.last, self.all, self.version, self.why = 0, None, None, -1, ""
+
+    @property
+    def observes(self) -> bool:
+        """Whether it only looks: the model computes the same without it."""
+        return not self.switch.edit
 
     def _each(self) -> tuple[Hook]:
         return (self,)
 
     def _put(self) -> None:
         """Registers it on its module."""
-        if self.handles:
+        if self.registered:
             return
         m, block = self._module(), self.switch
         if m is None:
@@ -164,6 +171,7 @@ class Hook(HookEntry, Reading, Registered):
             self.handles = (
                 m.register_forward_pre_hook(self, prepend=block.prepend, with_kwargs=True),
             )
+        self.registered = True
 
     # -- called by PyTorch --------------------------------------------------------------------
 
@@ -171,7 +179,7 @@ class Hook(HookEntry, Reading, Registered):
         """After the forward, before it, or in the backward. First a snapshot of one tensor."""
         block = self.switch
         # PyTorch calls a hook that was removed during this same call once more
-        if not self.handles or not block.on:
+        if not self.registered or not block.on:
             return None
         if not block.fast or type(x) is not Tensor or is_compiling() or graph_task() != -1:
             return self._run(module, args, x, output)
@@ -305,6 +313,7 @@ class Hook(HookEntry, Reading, Registered):
             if not block.detach or not block.clone:
                 self.version = version_of(self.last)
         if is_compiling():
+            self.why = TRACED
             if block.keep == "all":
                 raise HookError(f'{block.who}: compiled code lists no calls. Use keep="last".')
             return
@@ -335,7 +344,7 @@ class Hook(HookEntry, Reading, Registered):
             return None
         if again and block.keep == "all":  # which call that is cannot be known
             return None
-        self.why = ""
+        self.why = "no gradient arrived inside the block" if block.edit else ""
         if block.edit:
             return edits_grad(ref(self), ref(module))
         return stores_grads(ref(self), len(found), self.n_calls)

@@ -75,7 +75,7 @@ def stores_grads(hook: ref[Hook], n: int, call: int) -> Receive:
     def receive(i: int, grad: Tensor) -> None:
         nonlocal task, grads
         h = hook()
-        if h is None or not h.handles or not h.switch.on:
+        if h is None or not h.registered or not h.switch.on:
             return
         if not grads or task != graph_task():
             task, grads = graph_task(), [None] * n
@@ -93,7 +93,7 @@ def edits_grad(hook: ref[Hook], module: ref[nn.Module]) -> Receive:
 
     def receive(i: int, grad: Tensor) -> Tensor | None:
         h, m = hook(), module()
-        if h is None or m is None or not h.handles or not h.switch.on:
+        if h is None or m is None or not h.registered or not h.switch.on:
             return None
         new: Any = h._call(m, grad)
         if not torch.compiler.is_compiling():

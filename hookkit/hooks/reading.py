@@ -47,9 +47,10 @@ class Reading:
 
     __slots__ = ()
 
+    removed: bool
     switch: Block
     _module: Callable[[], nn.Module | None]
-    handles: tuple[Any, ...]
+    registered: bool
     name: str | None
     n_calls: int
     last: Any
@@ -78,7 +79,7 @@ class Reading:
         if self.last is None:
             self._warn_if_compiled()
         elif self.version != -1 and self.version_is_old():
-            self.version = -1
+            self.version = -1  # type: ignore[misc]
             warnings.warn(
                 f"{self.switch.who}: what is stored of {self.label} was overwritten in place after "
                 "it was stored (a layer with inplace=True, or an operation such as `+=`), so this "
@@ -91,7 +92,8 @@ class Reading:
 
     def version_is_old(self) -> bool:
         """Whether a live tensor that is stored was written in place since."""
-        live = not self.switch.detach or not self.switch.clone
+        block = self.switch
+        live = not block.kind.endswith("grad") and not (block.detach and block.clone)
         return live and version_of(self.last) != self.version
 
     @property
@@ -109,7 +111,9 @@ class Reading:
     def _warn_if_compiled(self) -> None:
         """Warns once that compiled code may be why a hook that stays has seen nothing."""
         block = self.switch
-        if block.depth or block.warned or not self.handles or self.n_calls or not has_compiled():
+        if block.depth or block.warned or not self.registered or self.n_calls or self.why:
+            return
+        if not has_compiled() or block.entries is not None:
             return
         block.warned = True
         warnings.warn(
@@ -130,11 +134,6 @@ class Reading:
         if block.kind.endswith("grad") and not block.edit:
             return False  # it counts forward calls
         return self.n_calls > 0 and self.why != NOT_WANTED
-
-    @property
-    def observes(self) -> bool:
-        """Whether it only looks: the model computes the same without it."""
-        return not self.switch.edit
 
     @property
     def label(self) -> str:

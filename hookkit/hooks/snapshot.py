@@ -60,7 +60,15 @@ def store(x: Any, block: Block, given: Iterable[Any] = ()) -> Any:
     """`x` as `block` asks to store it: its tensors treated, everything else by reference."""
     if type(x) is Tensor:
         return _stored(x, block, given)
+    if not block.detach and not block.cpu:
+        return copied_containers(x)
     return tmap(lambda t: _stored(t, block, given), x)
+
+
+def copied_containers(x: Any) -> Any:
+    """A copy of the containers of `x` with the same tensors, as the model may change its own."""
+    found = iter(leaves(x))
+    return tmap(lambda t: next(found), tmap(Tensor.detach, x))
 
 
 def _stored(t: Tensor, block: Block, given: Iterable[Any]) -> Tensor:
@@ -101,7 +109,6 @@ from hookkit.hooks.fronts import (  # noqa: E402
     FUNCTION_OF,
     Kind,
     Options,
-    copied_containers,
     inputs_and_buffers,
     is_transformed,
     is_transforming,
