@@ -38,7 +38,7 @@ from hookkit.errors import (
 )
 from hookkit.features import feature_extractor
 from hookkit.hooks import Hook, attach, hook_input, hook_inputs, hook_output, hook_outputs
-from hookkit.nested import describe, leaves, named_leaves, paths_of, tmap
+from hookkit.nested import describe, leaves, named_leaves, tmap
 from hookkit.selecting import Selection, select
 from hookkit.swapping import Catcher, swap
 

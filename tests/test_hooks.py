@@ -207,39 +207,6 @@ def test_a_snapshot_is_not_written_through_numpy_or_data(x: Tensor) -> None:
     assert torch.equal(h.stored, want)
 
 
-@pytest.mark.parametrize("options", [{"clone": False}, {"detach": False}])
-def test_reading_an_overwritten_live_tensor_warns_with_the_layers_name(
-    options: dict[str, Any], x: Tensor
-) -> None:
-    net = nn.Sequential(nn.Linear(5, 10), nn.ReLU(inplace=True))
-    with hook_outputs(net, **options) as h:
-        net(x)
-
-    with pytest.warns(OverwrittenWarning, match=r"'0' \(Linear\) was overwritten .* clone=True"):
-        _ = h[0].stored
-
-    _ = h[0].stored  # warned once
-    _ = h[1].stored
-
-
-def test_clone_true_without_detach_keeps_value_and_graph(x: Tensor) -> None:
-    net = nn.Sequential(nn.Linear(5, 10), nn.ReLU(inplace=True))
-    with hook_output(net[0], detach=False, clone=True) as h:
-        net(x)
-
-    assert torch.equal(h.stored, net[0](x))
-    assert h.stored.requires_grad
-
-
-def test_dtype_converts_floating_tensors_only(x: Tensor) -> None:
-    model = Returns(lambda x: (x, x.argmax()))
-    with hook_output(model, dtype=torch.float64) as h:
-        model(x)
-
-    assert h.stored[0].dtype == torch.float64
-    assert h.stored[1].dtype == torch.int64
-
-
 def test_a_small_view_does_not_keep_its_storage() -> None:
     model = Returns(lambda x: x[:1, :2])
     with hook_output(model) as h:
@@ -407,22 +374,6 @@ def test_capture_and_edit_see_each_other_in_the_order_written(
 # -- Hooks as a collection --------------------------------------------------------------------
 
 
-def test_hooks_are_a_collection_and_an_iterator(net: nn.Sequential) -> None:
-    h = hook_outputs(net)
-
-    assert isinstance(h, collections.abc.Collection)
-    assert isinstance(h, collections.abc.Iterator)
-    assert len(h) == 3
-    assert h[0] is next(h)
-    assert h[1] is next(h)
-    assert list(h) == h.hooks
-    assert h[1:] == h.hooks[1:]
-    assert h[-1] is h["2"]
-    assert net[0] in h
-    assert "2" in h
-    h.remove()
-
-
 def test_names_come_from_select(net: nn.Sequential, x: Tensor) -> None:
     with hook_outputs(select(net, {"2": "head", "0": "body"})) as h:
         y = net(x)
@@ -439,17 +390,6 @@ def test_names_come_from_a_list_of_named_tuples(net: nn.Sequential, x: Tensor) -
 
     assert h.names == ("head", "body")
     assert torch.equal(h["head"].stored, y)
-
-
-def test_a_second_name_of_a_shared_module_finds_its_hook(x: Tensor) -> None:
-    model = nn.Module()
-    model.a = model.b = nn.Linear(5, 5)
-    with hook_outputs(select(model, "a")) as h:
-        model.a(x)
-
-    assert h["b"] is h["a"]
-    assert "b" in h
-    assert "c" not in h
 
 
 @pytest.mark.parametrize("options", [{}, {"keep": "all"}, {"clone": False}, {"stop": True}])
@@ -510,20 +450,6 @@ def test_a_leaf_path_picks_part_of_the_output() -> None:
     assert torch.equal(h["attn[1]"].stored, weights)
 
 
-def test_a_leaf_path_that_is_not_there_names_layer_and_shape(x: Tensor) -> None:
-    model = Returns(lambda x: (x, 1))
-
-    with (
-        pytest.raises(
-            HookError,
-            match=r"has nothing at \[7\]; there is \(4×5, 1\)\. Select a path that is there: \[0\]",
-        ),
-        Hook(model, None, leaf="[7]"),
-    ):
-        model(x)
-    assert hooks_of(model) == []
-
-
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
@@ -540,29 +466,6 @@ def test_what_is_no_module_is_refused_at_once(modules: Any, message: str) -> Non
 
     if isinstance(modules, list):
         assert hooks_of(modules[0]) == []
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda m: hook_output(m, keep="some"), OptionError, "keep='some'.*give one of"),
-        (lambda m: hook_output(m, dtype="f2"), OptionError, "dtype='f2' is no torch dtype"),
-        (lambda m: Hook(m, 3), ArgumentError, "hook_func must be a function, found an int"),
-        (lambda m: Hook(m, None, False, pre=True), OptionError, "pre=True is for forward hooks"),
-        (lambda m: Hook(m, None, edit=True), OptionError, "edit=True needs a function"),
-        (lambda m: hook_output(m, grad=True, stop=True), OptionError, "gradients need all of it"),
-        (lambda m: hook_output("fc"), ArgumentError, 'found the string "fc"'),
-        (lambda m: Hook(torch.jit.script(m), None), HookError, "scripted or traced"),
-    ],
-)
-def test_bad_options_are_reported_at_once(make: Any, error: type, message: str) -> None:
-    m = nn.Linear(2, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        with pytest.raises(error, match=message):
-            make(m)
-
-    assert hooks_of(m) == []
 
 
 # -- life -------------------------------------------------------------------------------------
@@ -674,35 +577,6 @@ def test_nested_stops_belong_to_their_own_blocks(net: nn.Sequential, x: Tensor) 
     assert not issubclass(StopForward, Exception)
 
 
-def test_other_threads_are_not_recorded(net: nn.Sequential, x: Tensor) -> None:
-    stored = {}
-
-    def work(n: int) -> None:
-        with hook_output(net) as h:
-            for _ in range(20):
-                net(torch.full((n, 5), float(n)))
-        stored[n] = (h.n_calls, len(h.stored))
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in (1, 2, 3)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-
-    assert stored == {n: (20, n) for n in (1, 2, 3)}
-
-
-def test_a_run_in_another_thread_is_the_reason_reported(net: nn.Sequential, x: Tensor) -> None:
-    def elsewhere() -> None:
-        t = threading.Thread(target=net, args=(x,))
-        t.start()
-        t.join()
-
-    reported = pytest.warns(NeverFiredWarning, match="called only from another thread")
-    with reported, hook_output(net):
-        elsewhere()
-
-
 def test_foreign_hooks_and_attributes_are_left_alone(net: nn.Sequential, x: Tensor) -> None:
     calls: list[int] = []
     net[0].register_forward_hook(lambda m, i, o: calls.append(1))
@@ -776,41 +650,6 @@ def test_a_deepcopy_of_a_hooked_model_is_inert(
     h.remove()
 
 
-class Owner(nn.Module):
-    """As fastai's UnetBlock: it holds a hook on another part of the model and uses it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(5, 5)
-        self.hook = hook_output(self.encoder, detach=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encoder(x).relu() + self.hook.stored
-
-
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-def test_a_copy_of_a_module_that_owns_its_hook_works(way: str, x: Tensor) -> None:
-    model = Owner()
-    want = model(x)
-    if way == "deepcopy":
-        twin = copy.deepcopy(model)
-    elif way == "pickle":
-        twin = pickle.loads(pickle.dumps(model))
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        twin = torch.load(file, weights_only=False)
-    with torch.no_grad():
-        twin.encoder.weight.zero_()
-
-    torch.testing.assert_close(model(x), want)
-    torch.testing.assert_close(twin(x), twin.encoder.bias.relu().expand(4, 5) + twin.encoder.bias)
-    twin.hook.remove()
-    assert hooks_of(twin) == []
-    assert hooks_of(model) != []
-
-
 def test_saved_models_carry_no_activations(net: nn.Sequential) -> None:
     def size() -> int:
         file = io.BytesIO()
@@ -826,13 +665,6 @@ def test_saved_models_carry_no_activations(net: nn.Sequential) -> None:
 # -- other ways to run a model ----------------------------------------------------------------
 
 
-def test_vmap_stores_the_values_of_all_samples(net: nn.Sequential, x: Tensor) -> None:
-    with hook_output(net) as h:
-        y = vmap(net)(x)
-
-    torch.testing.assert_close(h.stored, y)
-
-
 def test_grad_transform_stores_plain_values(net: nn.Sequential, x: Tensor) -> None:
     params = {n: p.detach() for n, p in net.named_parameters()}
 
@@ -841,17 +673,6 @@ def test_grad_transform_stores_plain_values(net: nn.Sequential, x: Tensor) -> No
 
     torch.testing.assert_close(h.stored, net[0](x).detach())
     h.stored.sum().item()
-
-
-def test_per_sample_gradients_work_while_captured(net: nn.Sequential, x: Tensor) -> None:
-    params = {n: p.detach() for n, p in net.named_parameters()}
-    loss = grad(lambda p, row: functional_call(net, p, (row[None],)).sum())
-
-    with hook_output(net[0]) as h:
-        got = vmap(loss, in_dims=(None, 0))(params, x)
-
-    torch.testing.assert_close(h.stored[:, 0], net[0](x).detach())
-    assert got["0.weight"].shape == (4, 10, 5)
 
 
 def test_what_inference_mode_stored_can_be_used_by_autograd(net: nn.Sequential, x: Tensor) -> None:

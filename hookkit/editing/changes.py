@@ -11,14 +11,13 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.hooks import Hook, Hooks, recomputing
 from hookkit.hooks.attach import brief
 from hookkit.hooks.functions import FunctionCall
-from hookkit.nested import describe, leaves, named_leaves, pick, tmap
+from hookkit.nested import describe, leaves, named_leaves, parts_of, pick, tmap
 
 New = Callable[[Tensor, Any], Any]
 Given = Callable[[Any, nn.Module, Any], list[Any]]
@@ -46,7 +45,7 @@ class Change:
             HookError: the change does not fit the value, or finds no tensor in it; names the layer.
         """
         value, label = seen[-1], brief(module) if hook is None else hook.label
-        if value is not None and value != () and not leaves(value):
+        if not leaves(value) and not _is_empty(value):
             raise HookError(
                 f"{self.text} on {label}: hookkit finds no tensor in {describe(value)}. Give a "
                 "function of it that returns the changed one (lambda value: …), or edit a layer "
@@ -67,13 +66,13 @@ class Change:
         """One tensor, changed."""
         part = x if self.at is None else x[self.at]
         if isinstance(other, Tensor):
-            same = torch.can_cast(other.dtype, x.dtype)
-            other = other.to(device=x.device, dtype=x.dtype if same else other.dtype)
+            fits = _rank(other) <= _rank(x)
+            other = other.to(device=x.device, dtype=x.dtype if fits else other.dtype)
         new = self.new(part, other)
-        kind = new.dtype if isinstance(new, Tensor) else torch.as_tensor(new).dtype
-        if not torch.can_cast(kind, x.dtype):
-            raise HookError(f"{kind} does not go into a tensor of {x.dtype}")
-        if self.at is None and isinstance(new, Tensor) and (new.shape, kind) == (x.shape, x.dtype):
+        if _rank(new) > _rank(x):
+            raise HookError(f"{describe(new)} of fractions does not go into a tensor of {x.dtype}")
+        whole = self.at is None and isinstance(new, Tensor)
+        if whole and (new.shape, new.dtype) == (x.shape, x.dtype):
             return new
         made = x.clone()
         made[... if self.at is None else self.at] = new
@@ -81,6 +80,19 @@ class Change:
 
     def __repr__(self) -> str:
         return self.text
+
+
+def _rank(x: Any) -> int:
+    """0 for whole numbers, 1 for fractions, 2 for complex ones."""
+    if isinstance(x, Tensor):
+        return 2 * x.dtype.is_complex + x.dtype.is_floating_point
+    return 2 * isinstance(x, complex) + isinstance(x, float)
+
+
+def _is_empty(x: Any) -> bool:
+    """Whether nothing is there: None, or a container of nothing."""
+    nested = isinstance(x, (tuple, list, dict))
+    return x is None or (nested and all(_is_empty(part) for _, part in parts_of(x)))
 
 
 def zero(*, at: Any = None) -> Change:
@@ -93,6 +105,7 @@ def zero(*, at: Any = None) -> Change:
     Returns:
         The edit, for `edit_output` and the like.
 
+    >>> import torch
     >>> zero(at=(..., 0))(nn.Identity(), torch.ones(2, 2))
     tensor([[0., 1.],
             [0., 1.]])
@@ -110,6 +123,7 @@ def scale(k: float | Tensor, *, at: Any = None) -> Change:
     Returns:
         The edit, for `edit_output` and the like.
 
+    >>> import torch
     >>> scale(3)(nn.Identity(), torch.ones(2))
     tensor([3., 3.])
     """
@@ -127,6 +141,7 @@ def add(v: float | Tensor, *, at: Any = None) -> Change:
     Returns:
         The edit, for `edit_output` and the like.
 
+    >>> import torch
     >>> add(torch.tensor([1.0, 2.0]), at=0)(nn.Identity(), torch.zeros(2, 2))
     tensor([[1., 2.],
             [0., 0.]])
@@ -146,6 +161,7 @@ def replace(t: Any, *, at: Any = None) -> Change:
     Returns:
         The edit, for `edit_output` and the like.
 
+    >>> import torch
     >>> replace(7.0, at=slice(1, None))(nn.Identity(), torch.zeros(3))
     tensor([0., 7., 7.])
     """
@@ -177,6 +193,7 @@ def patch_from(run: Hook | Hooks | Mapping[str, Any], *, at: Any = None) -> Chan
     Returns:
         The edit, for `edit_output` and the like.
 
+    >>> import torch
     >>> from hookkit.hooks import hook_outputs
     >>> from hookkit.editing import edit_outputs
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh())

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hookkit.checks import OfLast, check_module
+from hookkit.checks import check_module
 from hookkit.errors import ArgumentError, HookError
 from hookkit.modules import can_run
 
@@ -245,7 +245,8 @@ def called(fn: Callable[..., Any], module: nn.Module, *seen: Any) -> Any:
 
 def note(e: Exception, fn: Callable[..., Any], label: str) -> None:
     """Notes on `e` which hook raised it, at which module, unless the hook is hookkit's own."""
-    fn = fn.f if isinstance(fn, OfLast) else fn
+    while type(fn).__module__.startswith("hookkit.") and hasattr(fn, "f"):
+        fn = fn.f  # the user's own function inside
     if is_compiling() or str(getattr(fn, "__module__", "")).startswith("hookkit."):
         return
     where = f"on {label}"
