@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import nullcontext
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import is_autocast_available
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 
 from hookkit.checks import check_module
@@ -130,8 +132,13 @@ def attention_logits(
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
     dtype = torch.promote_types(query.dtype, torch.float32)
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-    with torch.autocast(query.device.type, enabled=False):
+    device = query.device.type
+    with torch.autocast(device, enabled=False) if is_autocast_available(device) else nullcontext():
         logits = (query.to(dtype) * scale) @ key.to(dtype).mT
+    # Private: `CausalBias._materialize`, the mask that this class of tensors stands for (since
+    # 2.3). It has no public name; without it the class cannot be added to a tensor.
+    if attn_mask is not None and hasattr(attn_mask, "_materialize"):
+        attn_mask = attn_mask._materialize(query.device)
     if is_causal:
         attn_mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
     if attn_mask is None:

@@ -388,7 +388,7 @@ class _Resolver:
         if found is not None and last in _tensors(found[1]):
             return (
                 f'no module matches "{text}": it is a tensor of the {type(found[1]).__name__} '
-                f'"{owner}", and hooks go on modules. Use "{owner}", or select_params for parameters.'
+                f'"{owner}", and hooks go on modules. Use "{owner}", or select_params.'
             )
         names = list(self.names.values())[1:]
         name, leaf = path.groups() if (path := _LEAF.fullmatch(text)) else (text, "")
@@ -397,7 +397,7 @@ class _Resolver:
         hits = hits or [n for n in names if n.endswith(f".{text}")] or nearest(text, names)
         word = last.replace("_", "").lower()
         kinds = {type(m).__name__ for _, m, _ in self.places if type(m).__name__.lower() == word}
-        hint = f" A class is no text: select(model, nn.{[*kinds][0]})." if kinds else ""
+        hint = f" A class is no text: select(model, nn.{next(iter(kinds))})." if kinds else ""
         if not hits:
             return f'no module matches "{text}". {self.listing()}{hint}'
         near = ", ".join(f'"{name}"' for name in hits)

@@ -655,12 +655,6 @@ def test_a_long_structure_is_stored(x: Tensor) -> None:
     assert torch.equal(h.stored[-1], x + 4999)
 
 
-def test_where_tensors_are_is_said_in_words(x: Tensor) -> None:
-    assert paths_of(x) == "it is one tensor, which needs none"
-    assert paths_of({"a": [x] * 8}).endswith("['a'][5], …")
-    assert paths_of((None, 3)) == "it has no tensors"
-
-
 def test_a_path_into_a_plain_tensor_is_named_as_such(net: nn.Sequential, x: Tensor) -> None:
     reported = "Select a path that is there: it is one tensor, which needs none"
     with pytest.raises(HookError, match=reported):

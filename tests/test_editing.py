@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 import sys
 import threading
 import warnings
@@ -10,7 +9,6 @@ import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -18,11 +16,9 @@ import torch
 from backwards import BackwardIn, here, pytorchs_thread
 from hooked import n_hooks
 from torch import Tensor, nn
-from torch.distributions import Normal
 from torch.utils.checkpoint import checkpoint
 from zoo import ZOO, Entry
 
-from hookkit.comparing.measures import dense
 from hookkit.editing import (
     add,
     edit_grad,
@@ -38,7 +34,6 @@ from hookkit.editing import (
 )
 from hookkit.errors import (
     ArgumentError,
-    CompiledWarning,
     HookError,
     NeverFiredWarning,
     OptionError,

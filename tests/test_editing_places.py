@@ -1,4 +1,5 @@
 """Where an edit lands: patches by the module itself, calls by number, what PyTorch never calls."""
+# ruff: noqa: PT031, SIM117 - the inner block is what is tested
 
 import warnings
 from typing import Any
@@ -197,9 +198,8 @@ def test_what_only_lends_its_weights_is_reported(use: Any) -> None:
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
     x = torch.randn(1, 3, 4)
 
-    with pytest.warns(NeverFiredWarning):
-        with use(attention.out_proj):
-            attention(x, x, x)
+    with pytest.warns(NeverFiredWarning), use(attention.out_proj):
+        attention(x, x, x)
 
 
 def test_a_skipped_part_of_a_fused_layer_is_skipped() -> None:
@@ -233,9 +233,7 @@ def test_heads_that_a_model_packs_are_warned_of() -> None:
     model, kv = Grouped(), torch.randn(1, 2, 5, 8)
 
     with pytest.warns(HookkitWarning, match="called with 4 heads, and now with 2.*edit_input"):
-        with edit_function(
-            F.scaled_dot_product_attention, zero(at=(slice(None), 1)), within=model
-        ):
+        with edit_function(F.scaled_dot_product_attention, zero(at=(slice(None), 1)), within=model):
             model(torch.randn(1, 4, 5, 8), kv)
             model(torch.randn(1, 4, 1, 8), kv)
 

@@ -5,9 +5,6 @@ import contextlib
 import copy
 import gc
 import io
-import pickle
-import threading
-import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -24,7 +21,6 @@ from hookkit.errors import (
     HookError,
     NeverFiredWarning,
     OptionError,
-    OverwrittenWarning,
     SelectionError,
 )
 from hookkit.hooks import (

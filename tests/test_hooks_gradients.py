@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hookkit.errors import HookError
-from hookkit.hooks import Hook, attach_grad, hook_input, hook_inputs, hook_output, hook_outputs
+from hookkit.hooks import Hook, hook_input, hook_inputs, hook_output, hook_outputs
 from hookkit.nested import leaves, tmap
 
 
@@ -308,18 +308,6 @@ def test_gradients_of_a_removed_hook_are_not_recorded() -> None:
     assert h.stored is None
 
 
-@pytest.mark.parametrize("inputs", [False, True])
-def test_attach_grad_that_is_removed_before_the_backward_is_not_called(inputs: bool) -> None:
-    m, seen = nn.Linear(2, 2), list[int]()
-    handle = attach_grad(m, lambda m, i, g: seen.append(i), inputs=inputs)
-    loss = m(torch.ones(1, 2, requires_grad=True)).sum()
-    handle.remove()
-
-    loss.backward()
-
-    assert seen == []
-
-
 def test_all_gradients_at_once_for_a_model_in_training() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True), nn.Flatten())
@@ -329,17 +317,6 @@ def test_all_gradients_at_once_for_a_model_in_training() -> None:
 
     for a, b in zip(o.stored[:-1], i.stored, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_attach_grad_can_replace_gradients() -> None:
-    m = nn.Linear(2, 2)
-    handle = attach_grad(m, lambda m, i, g: g * 0, edit=True)
-    m(torch.ones(1, 2)).sum().backward()
-    handle.remove()
-
-    assert not m.weight.grad.any()
-    assert not m._forward_hooks
-    assert not m._forward_pre_hooks
 
 
 # -- PyTorch's full backward hook -------------------------------------------------------------

@@ -1,4 +1,5 @@
 """What hooks store, whoever calls the model: memory, modes, threads, copies, compilers, Ctrl-C."""
+# ruff: noqa: PT031, SIM117 - the inner block is what is tested
 
 import asyncio
 import copy
@@ -18,8 +19,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hookkit.editing import edit_output, zero
-from hookkit.errors import CompiledWarning, HookError, NeverFiredWarning, OverwrittenWarning
-from hookkit.errors import SelectionError
+from hookkit.errors import (
+    CompiledWarning,
+    HookError,
+    NeverFiredWarning,
+    OverwrittenWarning,
+    SelectionError,
+)
 from hookkit.hooks import Hook, Hooks, hook_input, hook_output, hook_outputs
 from hookkit.selecting import select
 from hookkit.summaries import summary

@@ -3,17 +3,14 @@
 import contextlib
 import copy
 import pickle
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from backwards import BackwardIn, here, pytorchs_thread
 from fastcore.foundation import L
 from hooked import n_hooks
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from hookkit.editing import (
     edit_grad,
@@ -27,14 +24,11 @@ from hookkit.editing import (
 )
 from hookkit.errors import (
     ArgumentError,
-    CompiledWarning,
-    HookError,
     NeverFiredWarning,
     OptionError,
     SelectionError,
 )
-from hookkit.hooks import Hook, Hooks, hook_input, hook_inputs, hook_output, hook_outputs
-from hookkit.nested import Inputs
+from hookkit.hooks import Hooks, hook_input, hook_inputs, hook_output, hook_outputs
 from hookkit.selecting import select
 
 

@@ -1,10 +1,9 @@
-"""skip_module and run_from: a part of a model, run as a full run gives it."""
+"""skip_module: a model runs without one of its modules."""
 
 import copy
 import pickle
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,17 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from hookkit.editing import edit_output, run_from, scale, skip_module
+from hookkit.editing import skip_module
 from hookkit.errors import (
     ArgumentError,
     HookError,
     NeverFiredWarning,
-    OptionError,
-    SelectionError,
 )
-from hookkit.hooks import hook_output, hook_outputs
-from hookkit.nested import leaves
-from hookkit.selecting import select
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -190,84 +184,3 @@ def test_a_module_that_was_not_skipped_is_reported() -> None:
     scripted = torch.jit.script(nn.ReLU())
     with pytest.raises(HookError, match=r"skip_module: .* is scripted"), skip_module(scripted, x):
         pass
-
-
-# --- run_from
-
-
-def chain() -> nn.Sequential:
-    torch.manual_seed(0)
-    act = nn.Tanh()  # at three places
-    inner = nn.Sequential(OrderedDict(a=nn.Linear(4, 4), act=act, b=nn.Sequential(act, block())))
-    return nn.Sequential(
-        OrderedDict(stem=nn.Linear(4, 4), act=act, body=inner, head=nn.Linear(4, 2))
-    )
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["", "stem", "act", "body", "body.a", "body.act", "body.b", "body.b.0", "body.b.1", "head"],
-)
-def test_running_from_each_layer_is_a_full_run(name: str) -> None:
-    net, x = chain(), X[None]
-    y = net(x)
-    order = ["", "stem", "act", "body.a", "body.act", "body.b.0", "body.b.1", "head"]
-    starts = {"body": "body.a", "body.b": "body.b.0"}
-    at = order.index(starts.get(name, name))
-    value = x
-    for before in order[1:at]:
-        value = net.get_submodule(before)(value)
-
-    assert torch.equal(run_from(net, name, value), y)
-
-
-def test_what_comes_before_does_not_run_and_hooks_of_what_runs_do() -> None:
-    net = chain()
-    with (
-        edit_output(net.head, scale(2)),
-        hook_output(net.body.b) as b,
-        pytest.warns(NeverFiredWarning, match=r"hook_outputs: 2 of 3 .*'stem' .*'body\.a'"),
-        hook_outputs(select(net, "stem", "body.a", "body.b")),
-    ):
-        y = run_from(net, "body.b", X[None])
-    assert torch.equal(y, 2 * net.head(b.stored))
-
-
-def test_a_wrapped_chain_and_any_selector() -> None:
-    net = chain()
-    wanted = net.head(X)
-
-    assert torch.equal(run_from(torch.compile(net, backend="eager"), net.head, X), wanted)
-    assert torch.equal(run_from(nn.DataParallel(net), "head", X), wanted)
-    value = X.clone().requires_grad_()
-    run_from(net, "head", value).sum().backward()
-    assert value.grad is not None
-    assert len(leaves(run_from(nn.Sequential(nn.LSTM(4, 3)), "0", X))) == 3
-
-
-def test_a_branch_around_the_layer_is_named() -> None:
-    net = chain()
-    with pytest.raises(
-        HookError, match=r'"body.b.1.fc" is inside "body.b.1", a Block, .* Start at "'
-    ):
-        run_from(net, "body.b.1.fc", X)
-    with pytest.raises(
-        HookError, match=r'"fc" is inside the model itself, a Block.* Run the whole'
-    ):
-        run_from(block(), "fc", X)
-    body = net.body
-    body.forward = lambda x: x  # as libraries do that wrap a forward
-    with pytest.raises(
-        HookError, match='is inside "body", a Sequential, and what its forward does'
-    ):
-        run_from(net, "body.a", X)
-
-
-def test_run_from_takes_one_module() -> None:
-    net = chain()
-    with pytest.raises(OptionError, match=r"run_from starts at one module, and 'body.*' selects"):
-        run_from(net, "body.*", X)
-    with pytest.raises(OptionError, match=r"starts at one module, and 'stem\[0\]' selects"):
-        run_from(net, "stem[0]", X)
-    with pytest.raises(SelectionError, match='no module matches "heads"'):
-        run_from(net, "heads", X)

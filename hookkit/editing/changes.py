@@ -71,9 +71,8 @@ class Change:
         new = self.new(part, other)
         if _rank(new) > _rank(x):
             raise HookError(f"{describe(new)} of fractions does not go into a tensor of {x.dtype}")
-        whole = self.at is None and isinstance(new, Tensor)
-        if whole and (new.shape, new.dtype) == (x.shape, x.dtype):
-            return new
+        if self.at is None and isinstance(new, Tensor) and new.shape == x.shape:
+            return new.to(x.dtype)
         made = x.clone()
         made[... if self.at is None else self.at] = new
         return made
@@ -294,7 +293,7 @@ def _stored(run: Hook | Hooks | Mapping[str, Any], module: nn.Module, hook: Any)
 
 
 def _same_call(h: Hook, module: nn.Module, n: int) -> bool:
-    """Whether `h` stored the `n`-th call of the function that `module` calls, in the same module."""
+    """Whether `h` stored the `n`-th call of the function of `module`, in the same module."""
     other = h.module
     if not isinstance(other, FunctionCall) or not isinstance(module, FunctionCall):
         return False

@@ -13,13 +13,22 @@ from torch import Tensor, nn
 from hookkit.checks import check_function, check_module, shown
 from hookkit.editing.edits import check_edit
 from hookkit.errors import HookError, NeverFiredWarning, SelectionError, nearest
-from hookkit.modules import unwrap
+from hookkit.hooks.block import Block
+from hookkit.hooks.hook import Hook
+from hookkit.modules import join, unwrap
 from hookkit.nested import describe
 from hookkit.selecting import expand, glob, select
+
+_Place = tuple[str, nn.Module, nn.Parameter]
+"""A parameter's name, the module that has it, and the parameter."""
 
 
 class ParamSelection(dict[str, nn.Parameter]):
     """Parameters by name, in the model's order, each once. What `select_params` gives."""
+
+    def __init__(self, places: list[_Place]) -> None:
+        super().__init__((name, p) for name, _, p in places)
+        self._owners = {name: module for name, module, _ in places}
 
     @contextmanager
     def grads(self) -> Iterator[dict[str, Tensor | None]]:
@@ -66,8 +75,9 @@ class ParamSelection(dict[str, nn.Parameter]):
         so run both inside the block or both outside, or PyTorch raises an error.
 
         Args:
-            f: `f(name, parameter)`, or `f(parameter)`: gets a copy, and gives a tensor of its
-                shape, or None to leave it. Or `zero(at=…)`, `scale`, `add`, `replace`.
+            f: `f(module, parameter)`, or `f(parameter)`: gets a copy, and gives a tensor of its
+                shape, or None to leave it. Or a ready-made edit: `zero(at=…)`, `scale`, `add`,
+                `replace`, `patch_from(other.state_dict())`. All are called before any is written.
 
         Raises:
             ArgumentError: `f` is no function.
@@ -80,8 +90,8 @@ class ParamSelection(dict[str, nn.Parameter]):
         ...     net(torch.ones(2))
         tensor([0., 0.])
         """
-        f = check_edit("edit", f, "name", "parameter")
-        new = {name: _new(name, p, f) for name, p in self.items()}
+        f = check_edit("edit", f, "module", "parameter")
+        new = {name: _new(name, self._owners[name], p, f) for name, p in self.items()}
         old = {name: self[name].detach().clone() for name, v in new.items() if v is not None}
         try:
             for name in old:
@@ -92,10 +102,14 @@ class ParamSelection(dict[str, nn.Parameter]):
                 self[name].detach().copy_(value)
 
 
-def _new(name: str, p: nn.Parameter, f: Callable[..., Any]) -> Any:
+def _new(name: str, module: nn.Module, p: nn.Parameter, f: Callable[..., Any]) -> Any:
     """What `f` gives for one parameter."""
-    module = nn.Module() if getattr(f, "wants_hook", False) else name
-    new = f(module, p.detach().clone())
+    copied = p.detach().clone()
+    if getattr(f, "wants_hook", False):  # a ready-made edit asks for a name and a label
+        block = Block("select_params", keep="none")
+        new = f(module, copied, hook=Hook.of(module, block, name))
+    else:
+        new = f(module, copied)
     if new is not None and (not isinstance(new, Tensor) or new.shape != p.shape):
         raise HookError(
             f"edit of the parameter '{name}': the replacement is {describe(new)}, the parameter is "
@@ -128,31 +142,35 @@ def select_params(model: nn.Module, *what: Any) -> ParamSelection:
     ['0.bias', '2.bias', '1.weight']
     """
     root = unwrap(check_module("select_params", model, "The model comes first."))
-    every = list(root.named_parameters(remove_duplicate=False))
-    found: dict[int, tuple[str, nn.Parameter]] = {}
+    every = [
+        (join(name, key), module, p)
+        for name, module in root.named_modules(remove_duplicate=False)
+        for key, p in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    found: dict[int, _Place] = {}
     for each in what or ["**"]:
-        for name, p in _matched(root, every, each):
-            found.setdefault(id(p), (name, p))
-    return ParamSelection(found.values())
+        for place in _matched(root, every, each):
+            found.setdefault(id(place[2]), place)
+    return ParamSelection(list(found.values()))
 
 
-def _matched(root: nn.Module, every: list[Any], what: Any) -> list[tuple[str, nn.Parameter]]:
-    """What one selector matches of `every` name and parameter."""
+def _matched(root: nn.Module, every: list[_Place], what: Any) -> list[_Place]:
+    """What one selector matches of `every` parameter."""
     if isinstance(what, list | tuple):
-        return [pair for each in what for pair in _matched(root, every, each)]
+        return [place for each in what for place in _matched(root, every, each)]
     if isinstance(what, str):
         globs = [glob(pattern) for pattern in expand(what)]
-        hits = [(n, p) for n, p in every if n == what or any(g.fullmatch(f"{n}.") for g in globs)]
+        hits = [x for x in every if x[0] == what or any(g.fullmatch(f"{x[0]}.") for g in globs)]
     elif isinstance(what, re.Pattern):
-        hits = [(n, p) for n, p in every if what.search(n)]
+        hits = [x for x in every if what.search(x[0])]
     elif callable(what) and not isinstance(what, type | nn.Module):
         test = check_function("select_params", what, "name", "parameter", name="predicate")
-        hits = [(n, p) for n, p in every if test(n, p)]
+        hits = [x for x in every if test(x[0], x[2])]
     else:
         inside = {id(p) for m in select(root, what).values() for p in m.parameters()}
-        hits = [(n, p) for n, p in every if id(p) in inside]
-    if not hits and every:
-        names = [n for n, _ in every]
+        hits = [x for x in every if id(x[2]) in inside]
+    if not hits:
+        names = [name for name, _, _ in every]
         near = ", ".join(map(repr, nearest(str(what), names) or names[:3]))
         raise SelectionError(
             f"no parameter matches {shown(what)}. Nearest: {near}. select_params(model) has all of "

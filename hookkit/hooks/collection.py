@@ -19,7 +19,7 @@ from hookkit.errors import ArgumentError, SelectionError, nearest
 from hookkit.hooks.attach import check_hookable
 from hookkit.hooks.block import Block, Registered, reasons
 from hookkit.hooks.hook import Hook, kind_of
-from hookkit.hooks.reading import Values, wait_for
+from hookkit.hooks.reading import Values
 from hookkit.hooks.saving import save
 from hookkit.modules import submodules, unwrap
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from hookkit.errors import HookError
 from hookkit.hooks.entries import HookEntry, Placed
-from hookkit.hooks.fronts import Options
 from hookkit.hooks.torch_functions import works_in_place, written
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from inspect import currentframe
 from pathlib import Path
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -31,7 +33,19 @@ from hookkit.modules import unwrap
 from hookkit.selecting import select
 
 Within = nn.Module | Modules | None
-_OPERATORS = {"truediv": "div", "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or"}
+_OPERATORS = {
+    "truediv": "div",
+    "floordiv": "floor_divide",
+    "mod": "remainder",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "invert": "bitwise_not",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
+}
+# Functions of Python inside which calls count: a checkpoint runs the model again in a backward.
+_OPEN = frozenset(("backward", "grad", "multi_head_attention_forward"))
 _HOME = str(Path(__file__).parents[1])
 
 
@@ -104,13 +118,18 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         """Called by PyTorch in the place of `func`; the mode is off meanwhile."""
         kwargs = kwargs or {}
         name = plain_name(func)
+        if name in _OPEN and name not in self.wanted and isinstance(func, FunctionType):
+            with _pushed(self):
+                return _undispatched(func)(*args, **kwargs)
         if name not in self.wanted or not self.switch.on or _is_hookkits():
             return func(*args, **kwargs)
         edit, again = self.switch.edit, graph_task() != -1  # a checkpoint runs it again
         where = self._where(again) if edit or not again else None
         if where is None:
             return func(*args, **kwargs)
-        if edit and (func.__name__.endswith("_") or kwargs.get("inplace") or "out" in kwargs):
+        if edit and (
+            func.__name__.endswith("_") or kwargs.get("inplace") or kwargs.get("out") is not None
+        ):
             raise HookError(
                 f"{self.switch.who}: {func.__name__} writes its result into a tensor that it is "
                 "given (in place, or out=), where an edit has no effect. Edit what is computed "
@@ -218,6 +237,26 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         return f"Function{super().__repr__()}"
 
 
+@contextmanager
+def _pushed(mode: TorchFunctionMode) -> Iterator[None]:
+    """Has `mode` see calls that are made inside of one that it sees."""
+    TorchFunctionMode.__enter__(mode)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        TorchFunctionMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
+
+
+@lru_cache(16)
+def _undispatched(func: FunctionType) -> FunctionType:
+    """`func`, a Python function of torch, without its question whether a mode wants to see it."""
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    home = {**func.__globals__, **dict.fromkeys(names, lambda *_: False)}
+    again = FunctionType(func.__code__, home, func.__name__, func.__defaults__, func.__closure__)
+    again.__kwdefaults__ = func.__kwdefaults__
+    return again
+
+
 def _is_hookkits() -> bool:
     """Whether hookkit itself makes this call, beside the model."""
     file = sys._getframe(2).f_code.co_filename
@@ -276,8 +315,8 @@ def hook_function(
     The same function counts however it is reached: from `torch`, `torch.nn.functional` or as a
     method of a tensor (`F.softmax`, `torch.softmax`, `x.softmax`), in place (`relu_`), as an
     operator (`@` is `matmul`, `+` and `+=` are `add`), and as an operation of an exported program.
-    Calls that a torch function makes inside itself do not count: in `nn.MultiheadAttention` hook
-    `F.multi_head_attention_forward`. Nor do aliases under another name (`torch.concat`).
+    Calls that a torch function makes inside itself do not count (but those in
+    `nn.MultiheadAttention` do), nor do aliases under another name (`torch.concat`).
 
     Compiled models run eagerly in the block, other threads are not seen, and PyTorch's fused
     `nn.TransformerEncoderLayer` is off. Of blocks inside each other the innermost is nearest to the
@@ -300,11 +339,11 @@ def hook_function(
         ArgumentError: `f` is no function of torch; or `within` holds no modules.
 
     >>> import torch.nn.functional as F
-    >>> net = nn.Sequential(nn.Linear(2, 3), nn.Softmax(-1))
-    >>> with hook_function(F.softmax, within=net) as h:
-    ...     y = net(torch.randn(4, 2))
+    >>> net = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    >>> with hook_function(F.scaled_dot_product_attention, within=select(net, "self_attn")) as h:
+    ...     y = net(torch.randn(1, 5, 8))
     >>> h.names, h[0].stored.shape
-    (('1/softmax:0',), torch.Size([4, 3]))
+    (('self_attn/scaled_dot_product_attention:0',), torch.Size([1, 2, 5, 4]))
     """
     who = "hook_function"
     kind = function_kind(who, inputs, grad)

@@ -21,8 +21,8 @@ from hookkit.hooks.attach import called, recomputing
 from hookkit.hooks.block import Block, Registered
 from hookkit.hooks.collection import Hooks
 from hookkit.hooks.snapshot import store
-from hookkit.nested import Inputs, describe, tmap
 from hookkit.modules import unwrap
+from hookkit.nested import Inputs, describe, tmap
 from hookkit.selecting import select
 
 

@@ -36,10 +36,10 @@ def listen_output(
     # matrix product, and the next in-place operation would take that from the hook.
     if type(module) is nn.Linear and type(output) is Tensor and not _compiling():
         base = output._base
-        if base is not None and base.requires_grad and base.numel() == output.numel():
-            if not any(base is x or base is getattr(x, "_base", None) for x in args):
-                base.register_hook(partial(_reshaped, receive, output.shape))  # type: ignore[no-untyped-call]
-                return None
+        own = base is not None and base.requires_grad and base.numel() == output.numel()
+        if own and not any(base is x or base is getattr(x, "_base", None) for x in args):
+            base.register_hook(partial(_reshaped, receive, output.shape))  # type: ignore
+            return None
     new = _listen(output, (args, kwargs), receive)
     return None if new is output else new
 

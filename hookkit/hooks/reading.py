@@ -101,8 +101,8 @@ class Reading:
         """What each call stored, in the order of the forward calls; needs `keep="all"`."""
         if self.switch.keep != "all":
             raise OptionError(
-                f'{self.switch.who}: .calls of {self.label} needs keep="all", and '
-                f'keep="{self.switch.keep}" does not store each call. Make the hook with keep="all".'
+                f'{self.switch.who}: .calls of {self.label} needs keep="all", and it has '
+                f'keep="{self.switch.keep}". Make the hook with keep="all".'
             )
         wait_for(self.switch)
         values = settled(self.all or [])

@@ -107,9 +107,8 @@ class HookCopies:
         """Takes hookkit's hooks that only observe off the model; the caller restores them."""
         for _, _, hooks in self.found:
             for key, hook in list(hooks.items()):
-                if isinstance(hook, HookEntry):
-                    if hook.observes:
-                        del hooks[key]
+                if isinstance(hook, HookEntry) and hook.observes:
+                    del hooks[key]
 
     def containers(self) -> Iterator[Any]:
         """Lists, dicts and cells in which the user's hooks may store what they see.
