@@ -188,7 +188,9 @@ def test_a_gradient_is_that_of_all_uses_of_the_tensor_as_retain_grad_gives_it() 
     torch.testing.assert_close(h.stored[0], torch.ones(2))
 
 
-@pytest.mark.parametrize("gives", [lambda x: x, lambda x: (x, x)])
+@pytest.mark.parametrize(
+    "gives", [lambda x: x, lambda x: (x, x), lambda x: (y := x * 1, y)], ids=["one", "two", "new"]
+)
 def test_an_input_that_is_given_back_has_a_gradient_of_its_own(gives: Any) -> None:
     class Gives(nn.Module):
         def forward(self, x: Tensor) -> Any:

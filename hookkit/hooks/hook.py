@@ -23,7 +23,14 @@ from hookkit.hooks.block import TRACED, Block, Registered, StopForward
 from hookkit.hooks.grads import Receive, listen_inputs, listen_output
 from hookkit.hooks.parts import check_same, edits_grad, part_at, positional, stores_grads
 from hookkit.hooks.reading import Reading
-from hookkit.hooks.snapshot import lazy_clone, set_grad_enabled, snapshot, store, version_of
+from hookkit.hooks.snapshot import (
+    aliases_user_memory,
+    lazy_clone,
+    set_grad_enabled,
+    snapshot,
+    store,
+    version_of,
+)
 from hookkit.nested import Inputs, is_path, leaves, put, tmap
 
 is_compiling = torch.compiler.is_dynamo_compiling  # a third of the cost of is_compiling
@@ -185,23 +192,27 @@ class Hook(HookEntry, Reading, Registered):
             return self._run(module, args, x, output)
         self.n_calls += 1
         if is_grad_enabled():
-            if x.is_leaf or not x.is_cpu:
-                self.last = snapshot(x, args)
+            # Private: `Tensor._is_view()` (since before 2.0). Without it a view of an input would
+            # be a lazy clone, and a numpy array could lose the input's memory.
+            if x.is_leaf or not x.is_cpu or x._is_view():
+                self.last = snapshot(x, owned(module, args, {}))
                 return None
             try:
                 set_grad_enabled(False)  # half the cost of x.detach(), and one tensor less
                 self.last = lazy_clone(x)
             except (RuntimeError, NotImplementedError):  # shared memory, sparse
-                self.last = snapshot(x, args)
+                self.last = x.detach().clone()
             finally:
                 set_grad_enabled(True)
-        elif x.is_cpu and not (x._is_view() or x.is_quantized or (args and args[0] is x)):
+        elif x.is_cpu and not (
+            x._is_view() or x.is_quantized or module._buffers or (args and args[0] is x)
+        ):
             try:
                 self.last = lazy_clone(x)
             except (RuntimeError, NotImplementedError):
                 self.last = x.clone()
         else:
-            self.last = snapshot(x, args)
+            self.last = snapshot(x, owned(module, args, {}))
         return None
 
     def _run(self, module: nn.Module, args: Any, x: Any, output: Any) -> Any:
@@ -232,12 +243,13 @@ class Hook(HookEntry, Reading, Registered):
             return None
         x = self._part(output)
         if block.func is None:
-            self._keep(x, (*args, *kwargs.values()))
+            self._keep(x, owned(module, args, kwargs))
             return None
-        inputs = Inputs(args, kwargs)
-        given = leaves(inputs)
+        inputs, given = Inputs(args, kwargs), list(owned(module, args, kwargs))
         if not block.edit and block.detach:
+            users = [i for i, t in enumerate(leaves(x)) if aliases_user_memory(t, given)]
             inputs, x = tmap(Tensor.detach, inputs), tmap(Tensor.detach, x)
+            given += [inputs, inputs.kwargs, *(leaves(x)[i] for i in users)]
         new = self._call(module, inputs, x)
         self._seen(new, given)
         if not block.edit or new is None:
@@ -252,11 +264,11 @@ class Hook(HookEntry, Reading, Registered):
             return None
         x = self._part(inputs)
         if block.func is None:
-            self._keep(x, (*args, *kwargs.values()))
+            self._keep(x, owned(module, args, kwargs))
             return None
-        given = leaves(inputs)
-        new = self._call(module, x if block.edit or not block.detach else tmap(Tensor.detach, x))
-        self._seen(new, given)
+        x = x if block.edit or not block.detach else tmap(Tensor.detach, x)
+        new = self._call(module, x)
+        self._seen(new, (*owned(module, args, kwargs), x))
         if not block.edit or new is None:
             return None
         if self.leaf:
@@ -410,6 +422,13 @@ def _without_gradient(found: list[Tensor], kind: str) -> str:
         "it ran with gradients switched off (no_grad, inference_mode, or a checkpoint with "
         "use_reentrant=True)"
     )
+
+
+def owned(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """What a module was called with, and its buffers: memory that the user may share with numpy."""
+    # Private: `Module._buffers` (since before 2.0); `buffers(recurse=False)` costs several times
+    # as much, at each call of a hook.
+    return (*args, *kwargs.values(), *module._buffers.values())
 
 
 def _gone() -> None:

@@ -34,10 +34,11 @@ def aliases_user_memory(t: Tensor, given: Iterable[Any]) -> bool:
     """
     # Private: `Tensor._base`, the tensor that a view is of (since before 2.0). There is no public
     # name; without it a numpy array could lose its tensor.
-    root = t if torch.compiler.is_compiling() or t._base is None else t._base
+    root = t if t._base is None else t._base
     if isinstance(root, nn.Parameter):
         return True
-    return any(part is root or part is t for x in given for part in leaves(x))
+    parts = [part for x in given for part in leaves(x)]
+    return any(part is root or part is t or part._base is root for part in parts)
 
 
 def snapshot(t: Tensor, given: Iterable[Any] = ()) -> Tensor:
@@ -45,10 +46,12 @@ def snapshot(t: Tensor, given: Iterable[Any] = ()) -> Tensor:
 
     A lazy clone where torch can make one, else a clone: also of a tensor that the user made.
     """
+    if torch.compiler.is_compiling():
+        return t.detach().clone()
     is_users = aliases_user_memory(t, given)
     t = t.detach()
     # torch 2.13 crashes on reading a lazy clone of a quantized tensor
-    if is_users or not t.is_cpu or t.is_quantized or torch.compiler.is_compiling():
+    if is_users or not t.is_cpu or t.is_quantized:
         return t.clone()
     try:
         return lazy_clone(t)
