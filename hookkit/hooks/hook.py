@@ -280,7 +280,11 @@ class Hook(HookEntry, Reading, Registered):
 
     def _backward(self, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
         """In the backward pass, by PyTorch's full backward hook."""
-        block, new = self.switch, grad_output
+        block = self.switch
+        if block.detach and not block.edit:
+            grad_input = tmap(Tensor.detach, grad_input)
+            grad_output = tmap(Tensor.detach, grad_output)
+        new = grad_output
         if block.func is not None:
             new = self._call(module, grad_input, grad_output)
         self._keep(new)
