@@ -194,6 +194,8 @@ def pick(x: Any, path: str) -> Any:
     >>> pick({"a": (1, 2)}, "['a'][1]")
     2
     """
+    if not is_path(path):
+        raise ValueError(f"cannot read the path {path!r}: write it as [0], .name or ['key']")
     for field, number, key, other in _STEP.findall(path):
         x = getattr(x, field) if field else x[int(number)] if number else x[key or other]
     return x
@@ -209,10 +211,8 @@ def put(x: Any, path: str, value: Any) -> Any:
     """
     if not path:
         return value
-    step = _STEP.match(path)
-    if step is None:
-        raise ValueError(f"cannot read the path {path!r}: write it as [0], .name or ['key']")
-    pick(x, step[0])
+    pick(x, path)
+    step: Any = _STEP.match(path)
     keys, new = [key.strip(".[]'\"") for key, _ in parts_of(x)], [v for _, v in parts_of(x)]
     name = step[0].strip(".[]'\"")  # `[0]` and `.h` can be two spellings of one place
     at = keys.index(name) if name in keys else int(name)

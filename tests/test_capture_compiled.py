@@ -7,7 +7,6 @@ it was after it.
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest

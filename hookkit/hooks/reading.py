@@ -119,8 +119,8 @@ class Reading:
         warnings.warn(
             f"{block.who}: the hook on {self.label} has seen no call. If it is part of a compiled "
             "model that had run before: torch.compile ignores hooks that are added after the first "
-            "call, of this model or of another of its class. Add the hook before that call, use it in a `with` block, or call "
-            "torch.compiler.reset().",
+            "call, of this model or of another of its class. Add the hook before that call, use it "
+            "in a `with` block, or call torch.compiler.reset().",
             CompiledWarning,
             stacklevel=4,
         )
