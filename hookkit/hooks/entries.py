@@ -14,8 +14,8 @@ from hookkit.hooks.attach import (
     note,
     recomputing,
 )
+from hookkit.hooks.calls import is_exporting
 from hookkit.hooks.fronts import Placed, counts_for, in_jit_trace, in_thread, is_tracing
-from hookkit.hooks.hook import is_exporting
 from hookkit.hooks.parts import check_same, part_at, positional
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -13,9 +13,6 @@ from hookkit.hooks.attach import graph_task
 from hookkit.hooks.grads import Receive
 from hookkit.hooks.snapshot import store
 from hookkit.nested import Inputs, describe, named_leaves, pick
-
-if TYPE_CHECKING:
-    from hookkit.hooks.hook import Hook
 
 
 def part_at(x: Any, path: str, who: str, label: Any) -> Any:
@@ -65,7 +62,7 @@ def positional(who: str, label: str, inputs: Inputs, new: Any) -> tuple[Any, ...
 # no reference cycle that goes through the graph.
 
 
-def stores_grads(hook: ref[Hook], n: int, call: int) -> Receive:
+def stores_grads(hook: ref[Any], n: int, call: int) -> Receive:
     """What stores the gradients of the `n` leaves of one call, the `call`-th of its hook.
 
     Of several calls `last` is the last one's. A new backward pass begins anew.
@@ -88,7 +85,7 @@ def stores_grads(hook: ref[Hook], n: int, call: int) -> Receive:
     return receive
 
 
-def edits_grad(hook: ref[Hook], module: ref[nn.Module]) -> Receive:
+def edits_grad(hook: ref[Any], module: ref[nn.Module]) -> Receive:
     """What replaces each gradient by what the user's function returns for it."""
 
     def receive(i: int, grad: Tensor) -> Tensor | None:

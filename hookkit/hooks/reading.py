@@ -13,7 +13,7 @@ from torch import nn
 from hookkit import ranks
 from hookkit.checks import OfLast
 from hookkit.errors import CompiledWarning, OptionError, OverwrittenWarning
-from hookkit.hooks.attach import brief
+from hookkit.hooks.attach import HookEntry, brief
 from hookkit.hooks.block import NOT_WANTED, Block
 from hookkit.hooks.compiling import has_compiled
 from hookkit.hooks.snapshot import settled, version_of
@@ -42,21 +42,40 @@ class Values(L, list[Any]):  # type: ignore[misc]
     __setitem__, __delitem__ = list.__setitem__, list.__delitem__
 
 
-class Reading:
+class Reading(HookEntry):
     """What a `Hook` stored, and its options."""
 
-    __slots__ = ()
+    __slots__ = (
+        "__weakref__",
+        "_module",
+        "all",
+        "handles",
+        "last",
+        "leaf",
+        "n_calls",
+        "name",
+        "registered",
+        "version",
+        "why",
+    )
 
     removed: bool
     switch: Block
     _module: Callable[[], nn.Module | None]
-    registered: bool
-    name: str | None
-    n_calls: int
-    last: Any
     all: list[Any] | None
+    handles: tuple[Any, ...]
+    last: Any
+    leaf: str
+    n_calls: int
+    name: str | None
+    registered: bool
     version: int
     why: str
+
+    @property
+    def observes(self) -> bool:
+        """Whether it only looks: the model computes the same without it."""
+        return not self.switch.edit
 
     @property
     def module(self) -> nn.Module | None:
@@ -79,7 +98,7 @@ class Reading:
         if self.last is None:
             self._warn_if_compiled()
         elif self.version != -1 and self.version_is_old():
-            self.version = -1  # type: ignore[misc]
+            self.version = -1
             warnings.warn(
                 f"{self.switch.who}: what is stored of {self.label} was overwritten in place after "
                 "it was stored (a layer with inplace=True, or an operation such as `+=`), so this "
