@@ -203,9 +203,15 @@ class Calls(Reading):
         if not learns:
             self.why = self.why or _without_gradient(found, block.kind)
             return None
-        if again and block.keep == "all":  # which call that is cannot be known
-            return None
+        call = self.n_calls
+        if again and block.keep == "all":  # a reentrant checkpoint: which call is that?
+            empty = [
+                i for i, grads in enumerate(self.all or ()) if not any(map(torch.is_tensor, grads))
+            ]
+            if len(empty) != 1:
+                return None
+            call = empty[0] + 1
         self.why = "no gradient arrived inside the block" if block.edit else ""
         if block.edit:
             return edits_grad(ref(self), ref(module))
-        return stores_grads(ref(self), len(found), self.n_calls)
+        return stores_grads(ref(self), len(found), call)

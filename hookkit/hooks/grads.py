@@ -9,7 +9,6 @@ autograd graph, so it must not hold the graph.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -62,15 +61,15 @@ def listen_inputs(module: nn.Module, args: Any, kwargs: Any, receive: Receive) -
 
 def _listen(x: Any, given: Any, receive: Receive) -> Any:
     """`x` with a hook on each tensor; views where it is among `given`, a leaf, or there twice."""
-    times = Counter([id(t) for t in leaves(x)])
-    times.update(id(t) for t in leaves(given))  # 2 for a tensor that was given
+    # by identity, as a graph of torch.compile would be guarded by ids
+    others = [*leaves(x), *leaves(given)]
     numbers = iter(range(len(leaves(x))))
 
     def one(t: Tensor) -> Tensor:
         i = next(numbers)
         if not t.requires_grad:
             return t
-        if times[id(t)] > 1 or t.is_leaf:
+        if t.is_leaf or sum([t is other for other in others]) > 1:
             t = t.view_as(t) if t.layout is torch.strided and not t.is_nested else t
         t.register_hook(partial(receive, i))  # type: ignore[no-untyped-call]
         return t
