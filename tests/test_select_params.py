@@ -177,7 +177,7 @@ def test_values_come_back_after_errors_and_where_the_edit_fails() -> None:
         select_params(net, "head.*").edit(lambda p: p[:2] if p.dim() == 1 else 0 * p),
     ):
         pass
-    with pytest.raises(HookError, match=r"zero at 7 of 'bare' \(Net\)"):
+    with pytest.raises(HookError, match=r"zero\(\) on 'bare' \(Net\)"):
         select_params(net, "bare").edit(zero(at=7)).__enter__()
     with pytest.raises(ArgumentError, match="edit: zero makes an edit, and is none itself"):
         select_params(net).edit(zero).__enter__()
