@@ -1,7 +1,6 @@
 """select_params: parameters by name, their gradients, and edits that end with the block."""
 
 import re
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -183,24 +182,6 @@ def test_values_come_back_after_errors_and_where_the_edit_fails() -> None:
         select_params(net).edit(zero).__enter__()
     with pytest.raises(ArgumentError, match=r"edit: f must be a function.*f\(module, parameter\)"):
         select_params(net).edit(3).__enter__()  # type: ignore[arg-type]
-    assert same(net, before)
-
-
-def test_blocks_of_threads_that_overlap_leave_every_bit_as_it_was() -> None:
-    net = Net()
-    before = values(net)
-
-    def edits(k: float) -> None:
-        for _ in range(50):
-            with select_params(net).edit(scale(k)):
-                pass
-
-    threads = [Thread(target=edits, args=(k,)) for k in (0.0, 0.5, 3.0)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-
     assert same(net, before)
 
 

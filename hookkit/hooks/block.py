@@ -110,7 +110,7 @@ class Block(Switch):
                 f"{who}: edit=True needs a function whose result replaces what it sees. "
                 "Use Hook(module, hook_func, edit=True), or edit_output(module, f)."
             )
-        self.fast = kind == "forward" and func is None and keep == "last" and self.detach
+        self.fast = kind == "forward" and func is None and keep == "last"
         self.fast = self.fast and self.clone and not (self.cpu or self.stop)
         self.on, self.depth, self.warned = True, 0, False
         self.waiting: set[int] | None = None

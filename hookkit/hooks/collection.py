@@ -148,9 +148,12 @@ class Hooks(Registered):
         An `L`, as fastai's, that is a list too: `torch.stack(h.stored)`.
         """
         hooks, block = self.hooks, self.switch
-        plain = block.fast and not block.gather  # most reads: nothing to wait for, or to settle
-        if plain and all([type(h.last) is Tensor and not h.last.is_inference() for h in hooks]):  # noqa: C419
-            return Values([h.last for h in hooks])
+        plain = (
+            block.fast and block.detach and not block.gather
+        )  # most reads: nothing to wait for, or to settle
+        values = [h.last for h in hooks]
+        if plain and all([type(x) is Tensor and not x.is_inference() for x in values]):  # noqa: C419
+            return Values(values)
         values = [h._own() for h in hooks]
         if self.switch.gather:
             labels = [f"{i} {h.label}" for i, h in enumerate(self.hooks)]

@@ -19,7 +19,7 @@ from hookkit.errors import HookError, OptionError
 from hookkit.hooks.attach import check_hookable, graph_task
 from hookkit.hooks.block import Block, Registered
 from hookkit.hooks.calls import Calls, is_compiling, is_grad_enabled, owned
-from hookkit.hooks.snapshot import lazy_clone, set_grad_enabled, snapshot
+from hookkit.hooks.snapshot import lazy_clone, set_grad_enabled, snapshot, version_of
 from hookkit.nested import is_path
 
 
@@ -157,6 +157,9 @@ class Hook(Calls, Registered):
         if not block.fast or type(x) is not Tensor or is_compiling() or graph_task() != -1:
             return self._run(module, args, x, output)
         self.n_calls += 1
+        if not block.detach:
+            self.last, self.version = x, version_of(x)
+            return None
         if is_grad_enabled():
             # Private: `Tensor._is_view()` (since before 2.0). Without it a view of an input would
             # be a lazy clone, and a numpy array could lose the input's memory.

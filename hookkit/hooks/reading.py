@@ -132,7 +132,7 @@ class Reading(HookEntry):
         block = self.switch
         if block.depth or block.warned or not self.registered or self.n_calls or self.why:
             return
-        if not has_compiled() or block.entries is not None:
+        if not has_compiled() or block.entries is not None or self.module is None:
             return
         block.warned = True
         warnings.warn(

@@ -35,10 +35,14 @@ def aliases_user_memory(t: Tensor, given: Iterable[Any]) -> bool:
     # Private: `Tensor._base`, the tensor that a view is of (since before 2.0). There is no public
     # name; without it a numpy array could lose its tensor.
     root = t if t._base is None else t._base
-    if isinstance(root, nn.Parameter):
+    # isinstance(x, nn.Parameter) is a call of Python
+    if type(root) is not Tensor and isinstance(root, nn.Parameter):
         return True
-    parts = [part for x in given for part in leaves(x)]
-    return any(part is root or part is t or part._base is root for part in parts)
+    for x in given:
+        for part in (x,) if type(x) is Tensor else leaves(x):
+            if part is root or part is t or part._base is root:
+                return True
+    return False
 
 
 def snapshot(t: Tensor, given: Iterable[Any] = ()) -> Tensor:
@@ -101,6 +105,8 @@ def settled(x: Any) -> Any:
 def version_of(x: Any) -> int:
     """How often the tensors in `x` have been written in place; -1 where it is not known."""
     # Private: `Tensor._version` (since before 2.0); no public name. Inference tensors have none.
+    if type(x) is Tensor and not torch.compiler.is_compiling():  # most calls
+        return -1 if x.is_inference() else x._version
     found = leaves(x)
     if torch.compiler.is_compiling() or any(t.is_inference() for t in found):
         return -1
