@@ -148,9 +148,8 @@ class Hooks(Registered):
         An `L`, as fastai's, that is a list too: `torch.stack(h.stored)`.
         """
         hooks, block = self.hooks, self.switch
-        plain = (
-            block.fast and block.detach and not block.gather
-        )  # most reads: nothing to wait for, or to settle
+        # most reads: nothing to wait for, or to settle
+        plain = block.fast and block.detach and not block.gather
         values = [h.last for h in hooks]
         if plain and all([type(x) is Tensor and not x.is_inference() for x in values]):  # noqa: C419
             return Values(values)

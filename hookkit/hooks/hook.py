@@ -54,6 +54,7 @@ class Hook(Calls, Registered):
         OptionError: an option has a value that cannot work.
         HookError: `m` is scripted; or, as the model runs, an edit gave another structure.
 
+    >>> import torch
     >>> m = nn.Linear(2, 3)
     >>> with Hook(m, lambda m, i, o: tuple(o.shape)) as h:
     ...     y = m(torch.zeros(4, 2))
@@ -192,6 +193,7 @@ class Hook(Calls, Registered):
     def hook_fn(self, m: nn.Module, i: Any, o: Any) -> Any:
         """Calls `hook_func(m, i, o)` as PyTorch does, and stores what it returns.
 
+        >>> import torch
         >>> m, x = nn.Linear(2, 3), torch.zeros(4, 2)
         >>> h = Hook(m, lambda m, i, o: o.shape)
         >>> h.remove(); h.hook_fn(m, (x,), m(x)); h.stored
