@@ -394,6 +394,8 @@ class _Resolver:
         name, leaf = path.groups() if (path := _LEAF.fullmatch(text)) else (text, "")
         corrected = self.corrected(name)
         hits = [n for _, (n, _, _) in self.matched(corrected)] if corrected else []
+        if len(hits) == 1:  # its siblings may be as near
+            hits = list(dict.fromkeys([*hits, *nearest(name, names)]))[:3]
         hits = hits or [n for n in names if n.endswith(f".{text}")] or nearest(text, names)
         word = last.replace("_", "").lower()
         kinds = {type(m).__name__ for _, m, _ in self.places if type(m).__name__.lower() == word}

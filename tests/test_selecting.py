@@ -424,7 +424,7 @@ def error(model: nn.Module, *what: Any) -> str:
         ),
         (
             "haed1",
-            'no module matches "haed1". Nearest: "head1". Use "head1", or '
+            'no module matches "haed1". Nearest: "head1", "head2". Use "head1", or '
             "select(model) to list all 25 names.",
         ),
         (

@@ -23,9 +23,6 @@ _functorch = getattr(torch._C, "_functorch", None)
 is_transformed: Callable[[Tensor], bool] = getattr(
     _functorch, "is_functorch_wrapped_tensor", lambda t: False
 )
-is_transforming: Callable[[], bool] = getattr(
-    torch._C, "_are_functorch_transforms_active", lambda: False
-)
 outside: Callable[[], AbstractContextManager[Any]] = getattr(
     torch._C, "_DisableFuncTorch", nullcontext
 )

@@ -26,7 +26,7 @@ def part_at(x: Any, path: str, who: str, label: Any) -> Any:
     except (LookupError, AttributeError, TypeError, ValueError):
         paths = ", ".join([p for p, _ in named_leaves(x) if p][:6])
         raise HookError(
-            f"{who} on {label() if callable(label) else label}: there is no {path} in "
+            f"{who}: {label() if callable(label) else label} has nothing at {path}; there is "
             f"{describe(x)}. Select a path that is there: {paths or 'it needs none'}."
         ) from None
 

@@ -26,6 +26,13 @@ set_grad_enabled: Callable[[bool], Any] = getattr(
 )
 
 
+# Private: whether a transform of torch.func (vmap, grad) is active (since 2.0). There is no lazy
+# clone in vmap; without the name torch warns of that.
+is_transforming: Callable[[], bool] = getattr(
+    torch._C, "_are_functorch_transforms_active", lambda: False
+)
+
+
 def aliases_user_memory(t: Tensor, given: Iterable[Any]) -> bool:
     """True if `t` aliases a tensor that the user made: a parameter, or one among `given`.
 
@@ -50,7 +57,7 @@ def snapshot(t: Tensor, given: Iterable[Any] = ()) -> Tensor:
 
     A lazy clone where torch can make one, else a clone: also of a tensor that the user made.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_transforming():
         return t.detach().clone()
     is_users = aliases_user_memory(t, given)
     t = t.detach()
@@ -120,7 +127,6 @@ from hookkit.hooks.fronts import (  # noqa: E402
     Options,
     inputs_and_buffers,
     is_transformed,
-    is_transforming,
     outside,
     unwrapped,
 )
