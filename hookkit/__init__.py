@@ -23,7 +23,7 @@ Change what goes through a model
     outputs, inputs, gradients               edit_output(s), edit_input(s), edit_grad(s)
     what functions return                    edit_function
     … to what                                zero, scale, add, replace, patch_from
-    leave a layer out; run a part            skip_module, run_from, StopForward
+    leave a layer out; end early             skip_module, StopForward
     other modules in place of its own        swap, Wrapper, Catcher, GramWrapper
 
 Know a model
@@ -83,7 +83,6 @@ from .editing import (
     edit_outputs,
     patch_from,
     replace,
-    run_from,
     scale,
     select_params,
     skip_module,
@@ -244,7 +243,6 @@ __all__ = [
     "print_sizes",
     "replace",
     "report",
-    "run_from",
     "scale",
     "select",
     "select_params",

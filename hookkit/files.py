@@ -1,7 +1,4 @@
-"""`atomic_write`: a file is replaced as a whole, or not at all; `append_lines` adds to one.
-
-All files that hookkit writes are written through these. Builds on `interrupts`.
-"""
+"""Files that are written whole: `atomic_write` replaces one, `append_lines` adds to one."""
 
 from __future__ import annotations
 
@@ -9,22 +6,20 @@ import os
 import secrets
 import zipfile
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_IMODE
 from typing import IO, Any
 
-from hookkit.interrupts import block
 
-
-@block
+@contextmanager
 def atomic_write(path: str | Path, *, text: bool = False) -> Iterator[IO[Any]]:
     """A file to write to, which becomes `path` at the end of the `with` block.
 
-    Until then it is `.hookkit-….tmp` in the same folder. After an error or Ctrl-C it is removed and
-    the file at `path` is unchanged; a process that is killed leaves it there. Missing parent
-    folders are made, a symbolic link is followed, an existing file keeps its permissions. What is
-    no regular file (a pipe, `/dev/stdout`) is written to directly.
+    Until then it is `.hookkit-….tmp` in the same folder. After an error it is removed and the file
+    at `path` is unchanged; a process that is killed leaves it there. Missing parent folders are
+    made, a symbolic link is followed, an existing file keeps its permissions. What is no regular
+    file (`/dev/stdout`) is written to directly.
 
     Args:
         path: of the file.
@@ -71,7 +66,7 @@ def append_lines(path: str | Path, lines: Iterable[str]) -> None:
     """Adds lines to a text file, each by one write: a killed process leaves whole lines.
 
     Missing parent folders and the file are made. If the file ends within a line, a new one is
-    begun first. After an error the file ends as before.
+    begun first.
 
     Raises:
         OSError: as `open` does: a folder that cannot be written to, a full disk.
@@ -91,23 +86,16 @@ def append_lines(path: str | Path, lines: Iterable[str]) -> None:
         try:
             for line in lines:
                 data = start + line.encode() + b"\n"
+                if file.write(data) < len(data):  # a full disk takes a part of it
+                    raise OSError(28, "No space left on device", str(path))
                 start = b""
-                while data:  # a full disk takes a part of it first
-                    data = data[file.write(data) :]
-        except BaseException as error:
+        except BaseException:
             file.truncate(end)
-            if isinstance(error, OSError):
-                error.filename = str(path)
             raise
 
 
 def check_zip(file: IO[bytes]) -> None:
-    """Raises unless each part of a zip file has its check sum, which few readers look at.
-
-    Raises:
-        ValueError: one has another.
-        Exception: of many kinds, if it is no whole zip file.
-    """
+    """Raises ValueError unless each part of a zip file has its check sum."""
     with zipfile.ZipFile(file) as parts:
         if (bad := parts.testzip()) is not None:
             raise ValueError(f"{bad} has another check sum")

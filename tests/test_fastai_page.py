@@ -207,6 +207,7 @@ def test_a_hook_callback_sees_the_prediction() -> None:
     assert len(seen) == 7  # validation batches too
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 def test_a_backward_hook_callback_sees_the_gradient_of_the_loss() -> None:
     seen = []
 

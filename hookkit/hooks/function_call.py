@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from hookkit.errors import HookError
 from hookkit.hooks.entries import HookEntry, Placed
-from hookkit.hooks.snapshot import Options
 from hookkit.hooks.torch_functions import works_in_place, written
 
 
@@ -53,7 +52,7 @@ for _name, _value in vars(nn.Module()).items():
     setattr(FunctionCall, _name, _value)
 
 
-def run_edited(o: Options, call: FunctionCall, args: Any, kwargs: Any) -> Any:
+def run_edited(o: Any, call: FunctionCall, args: Any, kwargs: Any) -> Any:
     """What a call gives that is edited; of one that works in place, also written there."""
     in_place = works_in_place(call.function, args, kwargs)
     if in_place and isinstance(args[0] if args else kwargs.get("input"), Tensor):

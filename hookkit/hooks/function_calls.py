@@ -202,9 +202,9 @@ class FunctionCalls(TorchFunctionMode):
         same = len(args) > 2 and args[0] is args[1] is args[2]
         on = torch.backends.mha.get_fastpath_enabled()
         learns = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in args)
-        if training or not same or not on or learns or "fused" in self.block.warned:
+        if training or not same or not on or learns or self.block.warned:
             return
-        self.block.warned += ("fused",)
+        self.block.warned = True
         warnings.warn(f"{self.block.options.who}: {_FUSED}", HookkitWarning, stacklevel=2)
 
 

@@ -82,7 +82,7 @@ def untouched(
         if not observers:
             tables += [vars(m).get(name, {}) for m in modules for name in _HOOKS]
             held = [v for v in attributes if isinstance(v, Registered)]
-            own = {id(capture) for hook in held for capture in hook._captures}
+            own = {id(h) for hook in held for h in hook._each()}
             for table in tables:
                 for key in [key for key, hook in table.items() if _observes(hook, own)]:
                     del table[key]
