@@ -15,7 +15,7 @@ from hookkit.checks import check_path
 from hookkit.errors import OptionError, missing_extra
 from hookkit.files import atomic_write
 from hookkit.records.values import records_of
-from hookkit.texts import csv_cell
+from hookkit.texts import harmless
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -73,7 +73,7 @@ def to_csv(source: Any, path: str | Path) -> Path:
         writer.writerow(COLUMNS)
         for record in records:
             for *place, value in record.rows():
-                safe = (csv_cell(x) if isinstance(x, str) else x for x in place)
+                safe = (harmless(x, len(x)) if isinstance(x, str) else x for x in place)
                 writer.writerow([*safe, "" if np.isnan(value) else repr(value)])
     return path
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from hookkit.errors import SelectionError, nearest
 from hookkit.markup import fragment, table
 from hookkit.records import Record, label
-from hookkit.texts import clip, pad, width
+from hookkit.texts import clip, pad
 
 MOST_ROWS = 12
 """Layers shown; of more, the first and the last half of these."""
@@ -46,7 +46,7 @@ class _Shown(L):  # type: ignore[misc]
             return str(super().__repr__())
         head, rows, note = _table(shown[1])
         rows = [(clip(" ".join(row[0].split()), MOST_COLUMNS), *row[1:]) for row in [head, *rows]]
-        wide = [max(map(width, column)) for column in zip(*rows, strict=True)]
+        wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(pad(row[i], n, right=i > 0) for i, n in enumerate(wide)) for row in rows]
         return "\n".join([shown[0], *(line.rstrip() for line in lines), *[note] * bool(note)])
 
