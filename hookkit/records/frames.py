@@ -73,9 +73,15 @@ def to_csv(source: Any, path: str | Path) -> Path:
         writer.writerow(COLUMNS)
         for record in records:
             for *place, value in record.rows():
-                safe = (harmless(x, len(x)) if isinstance(x, str) else x for x in place)
+                safe = (_cell(x) if isinstance(x, str) else x for x in place)
                 writer.writerow([*safe, "" if np.isnan(value) else repr(value)])
     return path
+
+
+def _cell(text: str) -> str:
+    """`text` on one line, which no spreadsheet takes for a formula."""
+    text = harmless(text, len(text))
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
 
 def compare(a: Any, b: Any, statistic: str = "rms") -> Any:
