@@ -163,7 +163,7 @@ def test_a_frozen_body_is_shown_by_group() -> None:
     net[1].requires_grad_(False)
     groups = [{"params": net[:2].parameters(), "lr": 1e-5}, {"params": net[2:].parameters()}]
     opt = torch.optim.Adam(groups, lr=1e-3)
-    learn = learner(net, torch.randn(4, 3, 8, 8), torch.zeros(4), opt=opt)
+    learn = learner(net, torch.randn(4, 3, 8, 8), torch.zeros(4), opt=opt, frozen_idx=1)
 
     text = learner_summary(learn)
 
