@@ -1,12 +1,11 @@
 """A user's hooks are part of what a model computes: a summary runs them, and keeps them apart."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
@@ -31,46 +30,13 @@ def add_output(net: nn.Module) -> Any:
     return net[0].register_forward_hook(larger)
 
 
-def add_with_kwargs(net: nn.Module) -> Any:
-    return net[0].register_forward_hook(lambda m, i, k, o: larger(m, i, o), with_kwargs=True)
-
-
-def add_always(net: nn.Module) -> Any:
-    return net[0].register_forward_hook(larger, always_call=True)
-
-
 def add_input(net: nn.Module) -> Any:
     return net[1].register_forward_pre_hook(lambda m, i: F.interpolate(i[0], scale_factor=2))
 
 
-def add_input_with_kwargs(net: nn.Module) -> Any:
-    def before(m: nn.Module, i: Any, k: Any) -> Any:
-        return (F.interpolate(i[0], scale_factor=2),), k
-
-    return net[1].register_forward_pre_hook(before, with_kwargs=True)
-
-
-def add_partial(net: nn.Module) -> Any:
-    return net[0].register_forward_hook(partial(lambda k, m, i, o: larger(m, i, o), 3))
-
-
-class Larger:
-    def __call__(self, m: nn.Module, i: Any, o: Tensor) -> Tensor:
-        return larger(m, i, o)
-
-    def hook(self, m: nn.Module, i: Any, o: Tensor) -> Tensor:
-        return larger(m, i, o)
-
-
 ADD: list[Callable[[nn.Module], Any]] = [
     add_output,
-    add_with_kwargs,
-    add_always,
     add_input,
-    add_input_with_kwargs,
-    add_partial,
-    lambda net: net[0].register_forward_hook(Larger()),
-    lambda net: net[0].register_forward_hook(Larger().hook),
     lambda net: edit_output(net[0], larger),
     lambda net: edit_input(net[1], lambda m, i: F.interpolate(i[0], scale_factor=2)),
     lambda net: Hook(net[0], larger, edit=True),
@@ -198,22 +164,3 @@ def test_backward_hooks_are_on_and_not_called() -> None:
     assert str(seen.value) == str(real.value)
     assert called == []
     assert summary(net, x).output == "2×4 float32"
-
-
-def test_hooks_run_in_their_order_beside_pytorchs() -> None:
-    net = nn.Linear(3, 4)
-    with edit_output(net, lambda m, i, o: o[:, :3]):
-        net.register_forward_hook(lambda m, i, o: torch.cat([o, o], -1))
-        net.register_forward_hook(lambda m, i, o: o[:, 1:], prepend=True)
-
-        s = summary(net, torch.ones(1, 3))
-
-        assert tuple(net(torch.ones(1, 3)).shape) == (1, 6)
-    assert s.output == "1×6 float32"
-
-
-def test_hooks_of_a_graph_module_run() -> None:
-    net = fx.symbolic_trace(nn.Sequential(nn.Linear(3, 4)))
-    net.register_forward_hook(lambda m, i, o: o[:, :1])
-
-    assert summary(net, torch.ones(1, 3)).output == "1×1 float32"
