@@ -26,17 +26,9 @@ IMAGE = torch.zeros(1, 1, 8, 8)
 TRUTH = 9 * 8 * 8 + 9 * 16 * 16  # what FlopCounterMode counts, halved
 
 
-def add_output(net: nn.Module) -> Any:
-    return net[0].register_forward_hook(larger)
-
-
-def add_input(net: nn.Module) -> Any:
-    return net[1].register_forward_pre_hook(lambda m, i: F.interpolate(i[0], scale_factor=2))
-
-
 ADD: list[Callable[[nn.Module], Any]] = [
-    add_output,
-    add_input,
+    lambda net: net[0].register_forward_hook(larger),
+    lambda net: net[1].register_forward_pre_hook(lambda m, i: F.interpolate(i[0], scale_factor=2)),
     lambda net: edit_output(net[0], larger),
     lambda net: edit_input(net[1], lambda m, i: F.interpolate(i[0], scale_factor=2)),
     lambda net: Hook(net[0], larger, edit=True),
