@@ -45,7 +45,7 @@ white-space:nowrap}
 .hk .g{display:grid;column-gap:.9em;grid-template-columns:var(--cols);
 align-items:baseline;padding:.1em .3em;border-bottom:1px solid var(--line)}
 .hk .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.hk .s{color:var(--soft)} .hk i{color:var(--soft);font-style:normal}
+.hk .s{color:var(--soft)}
 .hk .b{border:1px solid var(--line);border-radius:.6em;padding:0 .45em;font-size:.85em;
 color:var(--soft);box-decoration-break:clone;-webkit-box-decoration-break:clone}
 .hk .x{color:var(--error);font-weight:600}
@@ -86,16 +86,6 @@ def terms(pairs: Iterable[tuple[str, str]]) -> str:
     '<dl><dt>fix</dt><dd>lr &lt; 0.1</dd></dl>'
     """
     return f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in pairs)}</dl>"
-
-
-def prose(sentences: Iterable[str], *, small: str) -> str:
-    """A paragraph for each sentence, and the small print below them.
-
-    >>> prose(["Fix: lr < 0.1."], small="Source: a paper.")
-    '<p>Fix: lr &lt; 0.1.</p><p class="s"><small>Source: a paper.</small></p>'
-    """
-    paragraphs = "".join(f"<p>{escape(text)}</p>" for text in sentences)
-    return f'{paragraphs}<p class="s"><small>{escape(small)}</small></p>'
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

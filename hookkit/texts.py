@@ -10,8 +10,6 @@ import io
 from collections.abc import Iterable
 from typing import Any
 
-width = len
-
 
 def pad(text: str, n: int, *, right: bool = False) -> str:
     """`text` with spaces up to `n` columns: after it, or before it with `right=True`.
@@ -122,8 +120,3 @@ def format_time(seconds: float) -> str:
     minutes, s = divmod(int(seconds), 60)
     h, m = divmod(minutes, 60)
     return f"{h}:{m:02d}:{s:02d}" if h else f"{m:02d}:{s:02d}"
-
-
-def csv_cell(text: str) -> str:
-    """`text` as a cell of a CSV file, on one line."""
-    return harmless(text, len(text))

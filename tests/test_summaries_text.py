@@ -1,6 +1,5 @@
 """What a summary prints keeps to its width, loses no column at 80, and does nothing to a screen."""
 
-import dataclasses
 import re
 import unicodedata
 from typing import Any
@@ -120,33 +119,6 @@ def test_eighty_columns_drop_none(depth: int) -> None:
     assert "query_k" in text
 
 
-# structured outputs
-
-
-@dataclasses.dataclass
-class BaseModelOutputWithPast:
-    last_hidden_state: Tensor
-    past_key_values: tuple[tuple[Tensor, Tensor], ...]
-    loss: Tensor | None = None
-
-
-class Outputs(nn.Module):
-    """A dataclass in a dict, keys of two columns a character, and a tuple that has grown long."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.head = nn.Linear(32, 64), nn.Identity()
-
-    def forward(self, x: Tensor) -> Any:
-        q = self.query(x)
-        past = BaseModelOutputWithPast(q, tuple((x, q) for _ in range(3)))
-        return self.head({"出力": past, "hidden_states": [x, x], "attentions": None})
-
-
-def structured() -> Any:
-    return summary(nn.Sequential(Outputs(), nn.Identity()), torch.ones(2, 10, 32))
-
-
 def net() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
 
@@ -161,15 +133,6 @@ def test_html_shows_the_totals_of_containers_and_of_folds() -> None:
     assert first[-2:] == ["20", "32"]
     assert fold[-2:] == ["40", "64"]
     assert layer[-2:] == ["20", "32"]
-
-
-def test_html_opens_what_failed() -> None:
-    deep = nn.Sequential(nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(3, 4)))))
-
-    with pytest.raises(RuntimeError) as error:
-        summary(deep, torch.ones(2, 9))
-
-    assert "✗ 0.0.0.0 got 2×9, is Linear(in_features=3" in error.value.__notes__[0]
 
 
 def test_a_long_output_is_cut_and_numbers_are_not() -> None:

@@ -22,7 +22,7 @@ from hookkit.modelinfo.tracing import trace
 from hookkit.modelinfo.tree import Tree, numel
 from hookkit.modelinfo.untouched import set_mode, untouched
 from hookkit.modules import children, unwrap
-from hookkit.nested import Inputs, describe, leaves
+from hookkit.nested import Inputs, describe
 
 _LARGE = 224  # pixels a side for models that cannot take 64
 
@@ -103,12 +103,11 @@ def _flat(m: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
         if id(at) in seen:
             continue
         seen.add(id(at))
-        inner, own = [child for _, child in children(at)], list(at.parameters(recurse=False))
-        closed = own and all(id(child) in seen for child in inner)  # it holds its own parents
-        if isinstance(at, ParameterModule) or not inner or closed:
+        inner = [child for _, child in children(at)]
+        if isinstance(at, ParameterModule) or not inner:
             yield at
             continue
-        bare = [ParameterModule(p) for p in own]
+        bare = [ParameterModule(p) for p in at.parameters(recurse=False)]
         stack += [*inner, *bare][::-1]
 
 
@@ -141,25 +140,22 @@ def dummy_eval(m: nn.Module, size: int | Iterable[int] | None = None, *, x: Any 
         except Exception as e:
             if x is not None:
                 raise
-            raise _cannot_take(m, inputs, "", e) from e
+            raise _cannot_take(m, inputs, e) from e
 
 
 def _inputs(m: nn.Module, size: Any, x: Any) -> Inputs:
     """The example input `x`, or a made-up one."""
     if x is not None and size is not None:
         raise OptionError("got both size= and x=: give the size of a made-up input or an example")
-    if leaves(size):
-        raise OptionError("size= is a tensor: give an example input as x=")
     x = dummy_input(m, size) if x is None else x
     return x if isinstance(x, Inputs) else Inputs(x if isinstance(x, tuple) else (x,))
 
 
-def _cannot_take(m: nn.Module, inputs: Inputs, where: str, error: BaseException) -> ModelRunError:
-    place = f' in "{where}"' if where else ""
-    why = str(error).rstrip(". ")
+def _cannot_take(m: nn.Module, inputs: Inputs, error: Exception) -> ModelRunError:
     return ModelRunError(
-        f"{type(unwrap(m)).__name__} cannot take a made-up input {describe(inputs[0])}: {why}"
-        f"{place}. Give its size (size=...) or an example input (x=..., a tuple of several)"
+        f"{type(unwrap(m)).__name__} cannot take a made-up input {describe(inputs[0])}: "
+        f"{str(error).rstrip('. ')}. Give its size (size=...) or an example input (x=..., a tuple "
+        "of several)"
     )
 
 
@@ -171,8 +167,7 @@ def _run(m: nn.Module, size: Any, x: Any) -> Trace:
         return result
     if x is not None:
         raise result.error
-    where = result.failed[-1] if result.failed else ""
-    raise _cannot_take(m, inputs, where, result.error) from result.error
+    raise _cannot_take(m, inputs, result.error) from result.error
 
 
 def model_sizes(

@@ -32,14 +32,7 @@ _UNKNOWN = (
     *("_spsolve", "_thnn_differentiable", "_transformer_encoder", "_triton_", "_weight_int"),
     *("_wrapped_quantized_linear", "cholesky", "conv_tbc", "einsum", "fbgemm_linear"),
     *("grid_sampler", "hspmm", "linalg_", "linear", "lu_solve", "matmul", "matrix_exp", "miopen_"),
-    *(
-        "mkldnn_",
-        "ormqr",
-        "_scaled_grouped",
-        "scaled_dot_product_attention",
-        "smm",
-        "sparse_sampled_addmm",
-    ),
+    *("mkldnn_", "ormqr", "_scaled_grouped", "scaled_dot_product_attention", "smm"),
     *("sparse_sampled_addmm", "sspaddmm", "triangular_solve"),
 )
 _FREE = ("linalg_vector_norm", "_sparse_softmax", "_sparse_log_softmax", "_sparse_sum")

@@ -105,7 +105,7 @@ def learner_summary(learn: Any) -> SummaryText:
     text = _drawn(result, xb)
     text += f"Optimizer used: {learn.opt_func}\nLoss function: {learn.loss_func}\n\n"
     if learn.opt is not None:
-        at = _frozen_to(learn)
+        at = getattr(learn, "frozen_idx", 0)
         text += f"Model frozen up to parameter group #{at}\n\n" if at else "Model unfrozen\n\n"
     names = [type(cb).__name__ for cb in sorted(learn.cbs, key=lambda cb: cb.order)]
     text += "Callbacks:\n" + "\n".join(f"  - {name}" for name in names)
@@ -144,7 +144,7 @@ def _summary_of(learn: Any, xb: Iterable[Any], training: bool) -> Summary:
 def _first_inputs(learn: Any) -> Inputs:
     """The model's inputs from one training batch; no random state changes.
 
-    All but the last item, or `n_inp` items where the loader says so. A batch that is a mapping
+    All but the last item, or `n_inp` items where the DataLoaders say so. A batch that is a mapping
     becomes keyword inputs.
     """
     dls = getattr(learn, "dls", None)
@@ -155,22 +155,10 @@ def _first_inputs(learn: Any) -> Inputs:
             "DataLoaders(train, valid), or use module_summary(learn, xb)."
         )
     with untouched(learn.model, observers=True):
-        fastais = callable(getattr(train, "one_batch", None))
-        batch = train.one_batch() if fastais else first_batch(train, "the training loader")
+        batch = first_batch(train, "the training loader")
     if isinstance(batch, Mapping):
         return Inputs((), batch)
-    n = getattr(dls, "n_inp", None) or getattr(train, "n_inp", None)
-    return Inputs(split_batch(batch, n)[0])
-
-
-def _frozen_to(learn: Any) -> int:
-    """The first parameter group that trains; 0 for an unfrozen model."""
-    for owner in (learn, learn.opt):
-        if isinstance(at := getattr(owner, "frozen_idx", None), int):
-            return at
-    groups = learn.opt.param_groups
-    free = [any(p.requires_grad for p in g["params"]) for g in groups]
-    return free.index(True) if True in free else len(groups)
+    return Inputs(split_batch(batch, getattr(dls, "n_inp", None))[0])
 
 
 # --- the table

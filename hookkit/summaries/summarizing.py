@@ -198,13 +198,6 @@ def _warnings(tree: Tree, trace: Trace | None, opt: Optimizer | None) -> Iterato
         if frozen := [place.name for place in norms if not place.module.training]:
             what = _count(frozen, "BatchNorm layer")
             yield f"{what} in evaluation mode in a model that trains: {_some(frozen)}"
-    kinds: dict[str, list[str]] = {}
-    for name, p in tree.params:
-        if p.is_floating_point():
-            kinds.setdefault(dtype_name(p), []).append(name)
-    if len(kinds) > 1:
-        rare = min(kinds, key=lambda k: len(kinds[k]))
-        yield f"parameters of mixed dtypes {', '.join(kinds)}; {rare}: {_some(kinds[rare])}"
 
 
 def _some(names: Sequence[str], n: int = 4) -> str:
