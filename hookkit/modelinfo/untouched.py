@@ -100,7 +100,7 @@ def _observes(hook: Any, own: set[int]) -> bool:
     """Whether `hook` only observes, and is none of the captures `own` that the model itself has."""
     if not isinstance(hook, HookEntry):
         return is_of_hook_all(hook)
-    owner = getattr(hook.callback, "__self__", None)
+    owner = getattr(getattr(hook, "callback", None), "__self__", None)
     return hook.observes and own.isdisjoint((id(hook), id(owner)))
 
 
