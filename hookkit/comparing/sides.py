@@ -114,7 +114,7 @@ class Run:
             undo.callback(switch_fused_path, self, on=False)  # it calls no layers
             switch_fused_path(self, on=True)
             undo.callback(leave_eager, self)
-            enter_eager(self)
+            enter_eager(self, always=True)
             for name, (m, _) in self.hooked.items():
                 if self.alone is not None:
                     begin = self._named(self._begin, name)

@@ -31,10 +31,15 @@ def has_compiled() -> bool:
     return convert is not None and bool(getattr(convert.input_codes, "seen", True))
 
 
-def enter_eager(owner: object) -> None:
-    """Compiled functions run eagerly from now on, until `leave_eager(owner)`."""
+def enter_eager(owner: object, always: bool = False) -> None:
+    """Compiled functions run eagerly from now on, until `leave_eager(owner)`.
+
+    Without `always` only if something has been compiled by now: then what is compiled for the first
+    time inside a block is compiled with the block's hooks.
+    """
     global _eager
-    if not has_compiled() or torch.compiler.is_compiling():
+    loaded = has_compiled() or (always and "torch._dynamo.eval_frame" in sys.modules)
+    if not loaded or torch.compiler.is_compiling():
         return
     with _lock:
         if not _inside:

@@ -137,7 +137,7 @@ def _switch_off(tracer: Tracer, stack: Undo) -> None:
         # loads the compiler when it is called, which is too late: it would be compiled.
         import_module("torch._dynamo.eval_frame")
     stack.callback(leave_eager, tracer)
-    enter_eager(tracer)
+    enter_eager(tracer, always=True)
     stack.callback(switch_fused_path, tracer, False)
     switch_fused_path(tracer, True)
     stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
