@@ -23,7 +23,7 @@ from torch.optim import optimizer as global_hooks
 
 from hookkit.hooks.entries import Handle, HookEntry, check_hookable, graph_task, is_tracing
 from hookkit.interrupts import uninterrupted
-from hookkit.modules import wrappers
+from hookkit.modules import unwrap, wrappers
 from hookkit.watching.losses import one_number
 
 if TYPE_CHECKING:
@@ -47,13 +47,17 @@ class LoopHooks:
     training call of any of its parts begins a batch, and the next call of that same part another.
 
     Attributes:
+        loop: the `WatchedLoop`, from `attach` to `remove`. It holds this object, so that a longer
+            reference would keep the model until the garbage collector runs.
         root_ran: a training forward of the model itself was seen.
         in_graph: the model ran inside a graph that `torch.compile` made of something around it.
         loss_twice: the loss function was called again within a batch.
     """
 
-    def __init__(self, model: nn.Module, loop: WatchedLoop) -> None:
-        self.outer, self.loop = model, loop
+    loop: WatchedLoop
+
+    def __init__(self, model: nn.Module) -> None:
+        self.outer, self.model = model, unwrap(model)
         self.root_ran = self.in_graph = self.loss_twice = False
         self._first_part: nn.Module | None = None  # the part that began the batch
         self._of_model: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
@@ -68,9 +72,10 @@ class LoopHooks:
         self._handle, self._on_parts, self._undo = Handle(), Handle(), list[Callable[[], None]]()
 
     @uninterrupted
-    def attach(self) -> None:
+    def attach(self, loop: WatchedLoop) -> None:
         """Registers the hooks; `remove` removes all of them, also if this was cut short."""
         self._begin()
+        self.loop = loop
         for module in wrappers(self.outer):
             check_hookable(module, "watch")
             # before the user's hooks, which belong to the batch; after a forward that raised, too
@@ -83,8 +88,8 @@ class LoopHooks:
                 self._undo.append(partial(setattr, module, "_compiled_call_impl", compiled))
                 module._compiled_call_impl = partial(self._call_compiled, module, compiled)
         if not self.root_ran:
-            for part in self.loop.model.modules():  # a ScriptModule runs no Python hooks
-                if part is not self.loop.model and not isinstance(part, torch.jit.ScriptModule):
+            for part in self.model.modules():  # a ScriptModule runs no Python hooks
+                if part is not self.model and not isinstance(part, torch.jit.ScriptModule):
                     self._on_parts.put(part, HookEntry(self._before_part), pre=True, prepend=True)
         if isinstance(self.loop.loss_func, nn.Module):
             check_hookable(self.loop.loss_func, "watch")
@@ -103,12 +108,14 @@ class LoopHooks:
         self._undo.clear()
         self._handle.remove()
         self._on_parts.remove()
+        self._thread, self._evaluated = 0, True  # what is under way no longer counts
+        vars(self).pop("loop", None)
 
     def owns(self, opt: Optimizer) -> bool:
         """Whether `opt` holds a parameter of the model; looked up again if it gets more groups."""
         n, owned = self._of_model.get(opt, (-1, False))
         if n != len(opt.param_groups):
-            own = {id(p) for p in chain(self.outer.parameters(), self.loop.model.parameters())}
+            own = {id(p) for p in chain(self.outer.parameters(), self.model.parameters())}
             owned = any(id(p) in own for group in opt.param_groups for p in group["params"])
             self._of_model[opt] = len(opt.param_groups), owned
         return owned
@@ -134,13 +141,13 @@ class LoopHooks:
             self._depth += 1
             if self._depth == 1:
                 self._error = sys.exception()
-                self._begin_forward(self.loop.model, args, kwargs)
+                self._begin_forward(self.model, args, kwargs)
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._evaluates:
             self._steps.clear()  # a step that is under way has raised
         with_grad = torch.is_grad_enabled()
-        if module is self.loop.model and module.training and with_grad and not self.root_ran:
+        if module is self.model and module.training and with_grad and not self.root_ran:
             self.root_ran = True
             self._on_parts.remove()
         self.loop.forward_began(module.training, with_grad, (args, kwargs))
