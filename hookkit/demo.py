@@ -22,6 +22,7 @@ from hookkit.data import DataLoaders
 from hookkit.devices import accelerator
 from hookkit.errors import missing_extra
 from hookkit.learner import Learner
+from hookkit.records import Record
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 
 
@@ -85,6 +86,16 @@ def train(epochs: int, seed: int, device: str) -> Learner:
     return learn
 
 
+def lines_of_last(record: Record, of: Sequence[str] = ("mean", "std", "near_zero")) -> list[str]:
+    """The last recorded step as lines: a heading, then three statistics of each layer."""
+    width = max(map(len, record.labels))
+    lines = [" ".join([f"{'layer':{width}}", *(f"{name:>10}" for name in of)])]
+    for row, name in enumerate(record.labels):
+        values = [f"{record.value(statistic, row)[-1]:>10.3f}" for statistic in of]
+        lines.append(" ".join([f"{name:{width}}", *values]))
+    return lines
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, print, draw; the exit code."""
     p = argparse.ArgumentParser(prog="python -m hookkit.demo", description=__doc__.splitlines()[0])
@@ -97,9 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         p.error(f"--epochs {opts.epochs}: give 1 or more")
     opts.out.mkdir(parents=True, exist_ok=True)
     learn = train(opts.epochs, opts.seed, opts.device)
-    stats = learn.activation_stats
     print(learn.summary())
-    print(f"\nThe last of {len(stats.stats)} recorded steps:\n\n{stats.stats[-1]}")
+    print(f"\nThe last of {len(learn.activation_stats.stats)} recorded steps:\n")
+    print("\n".join(lines_of_last(learn.activation_stats.record())))
     print(f"\nDiagnosis: {learn.diagnose()}")
     report = learn.report(opts.out / "report.html")
     learn.plot().savefig(opts.out / "run.png", dpi=150)

@@ -125,8 +125,13 @@ def test_looks_take_about_2_percent_of_the_time(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(live, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(ShowHealth, "_show", lambda self, run, last: slow(run))
     monkeypatch.setattr(live, "run_of", lambda learn, quiet: None)
-    cb = ShowHealth(5)
-    cb._learn = SimpleNamespace(get=lambda: SimpleNamespace(fitting=True, n_steps=now[0]))
+
+    class Loop:
+        fitting = True
+        n_steps = property(lambda self: now[0])
+
+    cb, loop = ShowHealth(5), Loop()
+    cb.learn = loop
     cb.before_fit()
     while now[0] < 1000:
         now[0] += 0.1

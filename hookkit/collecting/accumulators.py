@@ -217,7 +217,7 @@ class Accumulators:
                     new.append(i not in self.seen)
                 self.seen.add(i)
         self.all_done = all(theirs is None for theirs in everyone)
-        return torch.tensor(new, dtype=torch.bool)
+        return torch.tensor(new, dtype=torch.bool, device="cpu")
 
     def end_batch(self, ids: Tensor, n_samples: int, n_items: int) -> None:
         """Counts a batch."""

@@ -175,7 +175,7 @@ class Layer(Dataset[Tensor]):
     def __getitem__(self, rows: Any) -> Tensor:
         places = self._places(rows)
         flat = places.reshape(-1)
-        found = torch.empty(len(flat), *self.shape[1:], dtype=self.dtype)
+        found = torch.empty(len(flat), *self.shape[1:], dtype=self.dtype, device="cpu")
         for part, start in zip(self._parts, self._starts, strict=False):
             here = np.nonzero((flat >= start) & (flat < start + len(part)))[0]
             at = flat[here] - start

@@ -122,13 +122,13 @@ class Reading:
             `(n,)` int64, and `(n,)` int64, of tokens `(n, 2)`: sample, position in it.
         """
         start = first * self.ranks + self.rank
-        positions = torch.arange(start, start + shape[0] * self.ranks, self.ranks)
+        positions = torch.arange(start, start + shape[0] * self.ranks, self.ranks, device="cpu")
         ids = positions if self.ids is None else self.sample_ids(batch)
         if ids.shape != shape[:1]:
             raise self._no_ids(f"{describe(ids)} for {shape[0]} samples")
         counts = None
         if self.mask is not None:
-            counts = torch.as_tensor(self._field(batch, "mask")).cpu() != 0
+            counts = torch.as_tensor(self._field(batch, "mask"), device="cpu") != 0
             if counts.shape != shape:
                 raise OptionError(
                     f"{WHO}(mask={shown(self.mask)}): the mask is {describe(counts)}, and the rows "
@@ -141,7 +141,7 @@ class Reading:
                 whole = of_samples.view(-1, *[1] * (len(shape) - 1)).expand(shape)
                 counts = whole if counts is None else counts & whole
         if len(shape) == 2:
-            places = torch.arange(shape[1]).expand(shape)
+            places = torch.arange(shape[1], device="cpu").expand(shape)
             ids = torch.stack([ids[:, None].expand(shape), places], -1).flatten(0, 1)
         if counts is None or counts.all():
             return None, ids
@@ -152,7 +152,7 @@ class Reading:
         """The ids of a batch's samples."""
         field = self._field(batch, "ids")
         try:
-            ids = torch.as_tensor(field).cpu()
+            ids = torch.as_tensor(field, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             raise self._no_ids(kind_of(field)) from None
         if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:

@@ -285,13 +285,13 @@ class _Run:
         counts, self.shape = self.store.counts, shape
         self.at, self.ids = self.reading.rows(self.batch, shape, counts["samples"], self.fresh)
         if self.n is not None and (left := self.n - counts["n"]) < len(self.ids):
-            every = torch.arange(len(self.ids)) if self.at is None else self.at
+            every = torch.arange(len(self.ids), device="cpu") if self.at is None else self.at
             self.at, self.ids = every[:left], self.ids[:left]
 
     def _tensor(self, name: str, value: Any) -> Tensor:
         """The only tensor in what a layer gives."""
         tensors = named_leaves(value)
-        t = tensors[0][1].detach() if tensors else torch.empty(0)
+        t = tensors[0][1].detach() if tensors else torch.empty(0, device="cpu")
         if len(tensors) != 1 or t.is_nested or t.layout is not torch.strided or t.is_quantized:
             kind = f" ({t.layout}, {t.dtype})" * (len(tensors) == 1)
             paths = ", ".join(f'"{name}{path}"' for path, _ in tensors[:6])

@@ -134,7 +134,7 @@ def mapped(folder: Path, name: str, kind: Any, n: int) -> Tensor:
     """
     shape, dtype = (n, *kind[0]), kind[1]
     if not math.prod(shape):
-        return torch.empty(shape, dtype=getattr(torch, dtype))
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
     file = folder / f"{name}.npy"
     try:
         rows: Any = np.memmap(file, stored_dtype(dtype), "c", HEAD, shape)

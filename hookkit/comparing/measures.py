@@ -94,7 +94,7 @@ def difference(
     atol = max(t for _, t in usual) if atol is None else atol
     # on the CPU, since some accelerators have no float64
     flat_a, flat_b = (t.detach().reshape(-1).cpu() for t in (a, b))
-    sums, most, n_different = torch.zeros(4, dtype=torch.float64), 0.0, 0
+    sums, most, n_different = torch.zeros(4, dtype=torch.float64, device="cpu"), 0.0, 0
     for p, q in zip(torch.split(flat_a, _CHUNK), torch.split(flat_b, _CHUNK), strict=True):
         if len(p):
             gap, x, y = _gap(p, q)
