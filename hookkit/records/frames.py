@@ -9,6 +9,7 @@ import numpy as np
 
 from hookkit.checks import check_path
 from hookkit.errors import missing_extra
+from hookkit.files import atomic_write
 from hookkit.records.values import read_source
 
 if TYPE_CHECKING:
@@ -50,9 +51,12 @@ def to_df(source: Any) -> DataFrame:
 
 
 def to_csv(source: Any, path: str | Path) -> Path:
-    """Writes the tidy table as CSV by pandas; the path. Missing parent folders are made."""
+    """Writes the tidy table as CSV by pandas, whole or not at all; the path.
+
+    Missing parent folders are made.
+    """
     path = check_path("to_csv", path)
     table = to_df(source)  # before the file is opened: an error here must leave no file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table.to_csv(path, index=False)
+    with atomic_write(path, text=True) as file:
+        table.to_csv(file, index=False, lineterminator="\n")
     return path

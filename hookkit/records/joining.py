@@ -51,6 +51,7 @@ def _seam(run: Run, later: Run) -> tuple[int, Shift]:
     n, batches = _first_step(later), _n_batches(run)
     if not n:
         return run.n_steps, (run.n_steps, run.n_epochs, batches)
+    batches = round(batches * min(1.0, n / max(run.n_steps, 1)))  # those of its first n steps
     begin = min((int(r.iters[0]) for r in later.records if len(r)), default=batches)
     return n, (0, 0, batches if begin < batches else 0)
 

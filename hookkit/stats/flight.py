@@ -54,7 +54,7 @@ class FlightRecorder(HookCallback):
     later, and steps that are made within the backward, is reported and cannot be skipped, as a
     warning says. Under a GradScaler overflowing gradients are no incident: it skips such steps.
     An output counts as not finite from 1.8e19 on, where its square leaves float32. Of several
-    processes each looks for itself.
+    processes each looks for itself; `gather()` of the Watcher or Learner joins what they found.
 
     Raises:
         OptionError: an option that cannot work; as a fit begins: `"skip"` in several processes.
@@ -222,6 +222,11 @@ class FlightRecorder(HookCallback):
                 if self.on_nonfinite == "raise":
                     raise NonFiniteError(f"{incident}\n  {_CURE}")
         return bad
+
+    def _gather(self) -> None:
+        """Joins the incidents of all ranks, in the order of their steps: each rank has to call."""
+        own = {f"{i.step} {i.kind} {i.name}": i for i in self.incidents}
+        self.incidents = tuple(sorted(ranks.union(own).values(), key=lambda i: i.step))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_memory": None, "_unread": []}

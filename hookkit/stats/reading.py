@@ -34,6 +34,19 @@ class StatsList(L):  # type: ignore[misc]
         table = torch.tensor(rows, dtype=torch.float32, device="cpu").reshape(2, len(self), n)
         return table.transpose(1, 2).contiguous()
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # the list's own
+        except AttributeError:
+            if name.startswith("__") or not hasattr(Tensor, name):
+                raise
+            raise AttributeError(
+                f"StatsList has no attribute {name!r}: it is a list of records, where fastai v1's "
+                f"was a tensor. Use `stats.tensor().{name}`.",
+                name=name,
+                obj=self,
+            ) from None
+
     def __repr__(self) -> str:
         if not self.labels or not len(self):
             return str(super().__repr__())
