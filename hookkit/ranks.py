@@ -85,7 +85,8 @@ def gather(x: Any, names: Sequence[str] | None = None) -> Any:
 
     Args:
         x: a tensor or any structure of tensors, whose batch sizes may differ from rank to rank; a
-            list as long as `names`, where they are given. Scalars become a vector of one a rank.
+            list as long as `names`, where they are given. Scalars become a vector of one a rank;
+            what is no tensor, such as a cache object, stays this rank's own.
         names: of the parts of `x`, the same on all ranks: values are joined by position.
 
     Returns:

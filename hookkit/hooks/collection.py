@@ -155,8 +155,8 @@ class Hooks(Registered):
             return Values(values)
         values = [h._own() for h in hooks]
         if self.switch.gather:
-            labels = [f"{i} {h.label}" for i, h in enumerate(self.hooks)]
-            values = list(ranks.gather(dict(zip(labels, values, strict=True))).values())
+            names = [f"what is stored of {h.label}" for h in self.hooks]
+            values = ranks.gather(values, names)
         return Values(values)
 
     def as_dict(self) -> dict[str, Any]:

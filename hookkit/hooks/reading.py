@@ -87,10 +87,12 @@ class Reading(HookEntry):
         """What the last call stored; None before the first.
 
         Waits for a copy from CUDA, warns of a live tensor that was written in place since, and with
-        `gather` joins the ranks (all of them have to read it).
+        `gather` joins the ranks (all of them have to read it, equally often).
         """
         value = self._own()
-        return ranks.gather(value) if self.switch.gather else value
+        if self.switch.gather:
+            value = ranks.gather([value], [f"what is stored of {self.label}"])[0]
+        return value
 
     def _own(self) -> Any:
         """What this rank stored."""
@@ -125,7 +127,10 @@ class Reading(HookEntry):
             )
         wait_for(self.switch)
         values = settled(self.all or [])
-        return Values(ranks.gather(values) if self.switch.gather else values)
+        if self.switch.gather:
+            names = [f"what is stored of {self.label} in call {i}" for i in range(len(values))]
+            values = ranks.gather(values, names)
+        return Values(values)
 
     def _warn_if_compiled(self) -> None:
         """Warns once that compiled code may be why a hook that stays has seen nothing."""
