@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.callbacks import Callback
-from hookkit.errors import HookError
 from hookkit.hooks import Hooks
 from hookkit.recording import HookCallback
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats
@@ -130,6 +129,7 @@ def test_it_sees_the_part_of_the_output_that_was_selected() -> None:
     assert shapes == [(1, 2)]
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 def test_a_recorder_of_gradients_gives_it_the_gradients_of_inputs_and_outputs() -> None:
     plain = GradientStats()
 
@@ -150,6 +150,7 @@ def test_a_recorder_of_gradients_gives_it_the_gradients_of_inputs_and_outputs() 
     np.testing.assert_array_equal(got.value("count"), want.value("count"))
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_hook_for_gradients_is_called_in_recorded_steps_only(every: int) -> None:
     calls: list[int] = []
@@ -226,15 +227,13 @@ def test_hooks_are_the_hooks_while_they_are_on(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [ActivationStats, GradientStats, FlightRecorder])
-def test_recorders_hooks_can_be_removed_and_say_that_they_count_nothing(kind: Any) -> None:
+def test_recorders_hooks_can_be_removed_and_store_nothing(kind: Any) -> None:
     recorder = kind()
     model = net()
     look = Callback(after_batch=lambda self: recorder.hooks.remove())
 
     train(model, recorder, look, n=2)
 
-    with pytest.raises(HookError, match=r"n_calls of '2' \(Linear\).*Read the recorder itself"):
-        _ = recorder.hooks["2"].n_calls
     assert list(recorder.hooks.stored) == [None] * len(recorder.names)
     assert recorder.hooks.silent == {}
     if kind is ActivationStats:

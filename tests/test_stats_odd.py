@@ -245,7 +245,7 @@ def test_a_path_into_the_output_is_what_is_recorded(make):
 def test_a_path_that_is_not_there_raises(make):
     model = nn.Sequential(nn.Linear(4, 4))
     opt = torch.optim.SGD(model.parameters(), 0.1)
-    with watch(model, opt, make(modules="0[1].x")), pytest.raises(HookError, match=r"\[1\]\.x"):
+    with watch(model, opt, make(modules="0[1][0]")), pytest.raises(HookError, match=r"\[1\]\[0\]"):
         model(torch.randn(2, 4)).sum().backward()
 
 

@@ -220,7 +220,7 @@ class Registered:
         elif isinstance(e, StopForward):
             return e.owner is block
         elif isinstance(e, RuntimeError) and block.kind == "backward":
-            _hint(e)
+            hint(e)
         return False
 
     def _missed(self, waiting: set[int] | None) -> str:
@@ -259,7 +259,7 @@ def _reset(modules: Sequence[nn.Module | None]) -> None:
             m._is_full_backward_hook = None
 
 
-def _hint(e: BaseException) -> None:
+def hint(e: BaseException) -> None:
     """Adds a note to PyTorch's error of an in-place operation that a full backward hook refuses."""
     if "BackwardHookFunction" in str(e):
         e.add_note(
