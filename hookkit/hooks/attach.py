@@ -75,7 +75,7 @@ class HookEntry:
 
     @property
     def observes(self) -> bool:
-        """Whether it only looks: the model computes the same without it."""
+        """Whether it only looks, so that the model computes the same without it."""
         return not self.edit
 
     def __call__(self, module: nn.Module, *seen: Any) -> Any:

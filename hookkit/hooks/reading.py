@@ -74,7 +74,7 @@ class Reading(HookEntry):
 
     @property
     def observes(self) -> bool:
-        """Whether it only looks: the model computes the same without it."""
+        """Whether it only looks, so that the model computes the same without it."""
         return not self.switch.edit
 
     @property

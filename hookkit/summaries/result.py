@@ -95,7 +95,7 @@ class Summary:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of a training step: parameters, buffers, gradients, optimizer, saved tensors.
+        """Bytes of parameters, buffers, gradients, optimizer and saved tensors in a training step.
 
         Without passing intermediates and workspaces that autograd does not save.
         """
