@@ -344,9 +344,11 @@ def test_a_validation_loader_that_can_be_read_once_is_refused() -> None:
 def test_the_values_of_an_epoch_are_numbers(value: Any) -> None:
     w = watch(LINEAR, None, ActivationStats()).start()
 
-    with pytest.raises(ArgumentError, match=r"w\.epoch\(valid_loss=.*expected a number"):
-        w.epoch(valid_loss=value)
-    w.stop()
+    try:
+        with pytest.raises(ArgumentError, match=r"w\.epoch\(valid_loss=.*expected a number"):
+            w.epoch(valid_loss=value)
+    finally:
+        w.stop()  # its hooks would be found by other tests
 
 
 @pytest.mark.parametrize("f", [None, len, nn.MSELoss(), torch.optim.SGD])
