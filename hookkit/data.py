@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from hookkit.checks import kind_of
 from hookkit.errors import ArgumentError, ModelRunError, SelectionError
-from hookkit.interrupts import Undo
 from hookkit.nested import is_container, leaves, parts_of, rebuilt
 
 
@@ -191,7 +191,7 @@ def first_batch(loader: Any, name: str) -> Any:
     if type(loader) is DataLoader:  # a class of its own may make batches in its own way
         loader = copy.copy(loader)
         loader.num_workers = loader.timeout = 0
-    with Undo() as undo:
+    with ExitStack() as undo:
         for generator in generators_of(loader):
             undo.callback(generator.set_state, generator.get_state())
         undo.enter_context(torch.random.fork_rng(devices=[]))

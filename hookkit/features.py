@@ -11,6 +11,7 @@ the first call of a layer is wanted, and outputs keep their graph without being 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 from warnings import warn
@@ -20,12 +21,13 @@ from torch import Tensor, nn
 
 from hookkit.checks import check_flag
 from hookkit.errors import NeverFiredWarning
+from hookkit.hooks.attach import Handle, attach, check_hookable
 from hookkit.hooks.block import StopForward
+from hookkit.hooks.calls import is_exporting
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.entries import Handle, attach, check_hookable, in_thread, is_exporting, part_at
+from hookkit.hooks.fronts import in_thread, tap
+from hookkit.hooks.parts import part_at
 from hookkit.hooks.snapshot import aliases_user_memory, inputs_and_buffers, snapshot
-from hookkit.hooks.taps import tap
-from hookkit.interrupts import block
 from hookkit.modules import find
 from hookkit.nested import tmap
 from hookkit.selecting import Selector, select
@@ -114,7 +116,7 @@ class FeatureExtractor(Wrapper):
         return ", ".join(p if p == key else f"{key} = {p}" for key, p in paths.items())
 
 
-@block
+@contextmanager
 def _collecting(extractor: FeatureExtractor) -> Iterator[_Call]:
     """Hooks on the wanted layers during the `with` block, which ends quietly at their stop."""
     call, model = _Call(extractor), extractor.wrapped

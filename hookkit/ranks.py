@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from threading import Timer
 from traceback import walk_tb
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from hookkit.devices import accelerator
 from hookkit.errors import HookError
-from hookkit.interrupts import block
 from hookkit.nested import describe, leaves, named_leaves, tmap
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ def this_rank() -> str:
     return f"rank {rank()} of {world_size()}" if is_distributed() else ""
 
 
-@block
+@contextmanager
 def together(doing: str, *, after_s: float = 10.0) -> Iterator[None]:
     """Around collectives: says on stderr that it waits, and who failed to come if one fails.
 

@@ -11,6 +11,7 @@ registration of a module is one, so a shared module is replaced everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from warnings import warn
@@ -20,11 +21,11 @@ from torch import Tensor, nn
 
 from hookkit.checks import check_flag, check_module
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
+from hookkit.hooks.attach import recomputing
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.entries import in_jit_trace, recomputing
+from hookkit.hooks.fronts import in_jit_trace
 from hookkit.hooks.global_hooks import switch_fused_path
 from hookkit.hooks.snapshot import copied_containers, inputs_and_buffers, snapshot, unwrapped
-from hookkit.interrupts import block
 from hookkit.modules import edges, inner_key, unwrap
 from hookkit.nested import Inputs, describe, tmap
 from hookkit.selecting import select
@@ -33,7 +34,7 @@ Replacement = nn.Module | Callable[[nn.Module], nn.Module]
 _Place = tuple[nn.Module, str, nn.Module, nn.Module]  # parent, key, original, replacement
 
 
-@block
+@contextmanager
 def swap(
     model: nn.Module, replacements: Mapping[Any, Replacement]
 ) -> Iterator[dict[str, nn.Module]]:

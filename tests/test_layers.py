@@ -16,7 +16,7 @@ import hookkit
 PACKAGE = Path(hookkit.__file__).parent
 
 ROWS = [
-    {"errors", "interrupts", "version"},
+    {"errors", "version"},
     {"checks", "devices", "events", "nested", "modules", "texts", "files"},
     {"selecting", "ranks", "data", "autograd_graph", "markup"},
     {"hooks", "records"},

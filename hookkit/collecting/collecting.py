@@ -7,7 +7,7 @@ layers run: `Files`, or `Accumulators`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,11 @@ from hookkit.collecting.files import Files
 from hookkit.collecting.settings import about, name_of
 from hookkit.data import DataLoaders, batch_size, no_batches
 from hookkit.errors import HookError, ModelRunError, OptionError
+from hookkit.hooks.attach import Switch, attach, called
 from hookkit.hooks.block import StopForward
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.entries import Switch, attach, called, part_at
+from hookkit.hooks.parts import part_at
 from hookkit.hooks.snapshot import FUNCTION_OF
-from hookkit.interrupts import Undo
 from hookkit.modelinfo.untouched import untouched
 from hookkit.modules import unwrap
 from hookkit.nested import Inputs, describe, named_leaves
@@ -179,7 +179,7 @@ class _Run:
     def over(self, loader: Any, store: Any) -> None:
         """Has `store` take the rows of each batch that it has not."""
         self.store, self.switch = store, Switch(on=False)  # the loader's own calls do not count
-        with Undo() as undo:
+        with ExitStack() as undo:
             undo.enter_context(untouched(self.model, observers=True))
             undo.callback(leave_eager, self)
             enter_eager(self)

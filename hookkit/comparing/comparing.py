@@ -22,7 +22,7 @@ from hookkit.comparing.pairing import compared
 from hookkit.comparing.saved import read
 from hookkit.comparing.sides import WHO, Hooked, Recorded, Run
 from hookkit.errors import ArgumentError, OptionError, SelectionError
-from hookkit.hooks.entries import check_hookable
+from hookkit.hooks.attach import check_hookable
 from hookkit.modules import can_run, find, unwrap, walk
 from hookkit.nested import Inputs, leaves
 from hookkit.selecting import select

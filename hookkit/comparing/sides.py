@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,11 +18,10 @@ from torch import Tensor, nn
 
 from hookkit.comparing.measures import Parts, parts_in
 from hookkit.errors import ArgumentError
+from hookkit.hooks.attach import Switch, attach, recomputing
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.entries import Switch, attach, recomputing
 from hookkit.hooks.global_hooks import switch_fused_path
 from hookkit.hooks.snapshot import snapshot
-from hookkit.interrupts import Undo
 from hookkit.modelinfo.untouched import real_inputs, untouched
 from hookkit.nested import Inputs, describe, leaves
 
@@ -108,7 +108,7 @@ class Run:
 
     def __call__(self, inputs: Inputs) -> None:
         """Runs it once."""
-        with Undo() as undo:
+        with ExitStack() as undo:
             undo.enter_context(untouched(self.model))
             undo.enter_context(torch.set_grad_enabled(self.loss is not None))
             undo.callback(switch_fused_path, self, on=False)  # it calls no layers

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookkit.interrupts import uninterrupted
-
 MANY = 16
 """Steps that are looked at: later ones cost nothing."""
 
@@ -79,7 +77,6 @@ class _Followed:
         self._handles: list[Any] = []
         self._attach()
 
-    @uninterrupted
     def _attach(self) -> None:
         self._handles.append(self._p.register_hook(lambda grad: self._before()))
         self._handles.append(self._p.register_post_accumulate_grad_hook(lambda p: self._after()))

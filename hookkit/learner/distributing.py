@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from hookkit.callbacks import Callback
 from hookkit.callbacks.readout import gather
 from hookkit.data import n_batches
 from hookkit.errors import HookkitWarning, OptionError, missing_extra
-from hookkit.interrupts import block
 
 
 class AccelerateCallback(Callback):
@@ -49,7 +49,7 @@ class AccelerateCallback(Callback):
     cleanup_fit = after_batch
 
 
-@block
+@contextmanager
 def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterator[Any]:
     """`learn` with model, optimizer and loaders prepared by accelerate, until the `with` ends."""
     try:

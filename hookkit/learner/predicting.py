@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -15,7 +16,6 @@ from hookkit.callbacks.runner import listed
 from hookkit.data import as_loaders, no_batches
 from hookkit.errors import ModelRunError
 from hookkit.events import CANCEL_EXCEPTIONS, stray_cancel
-from hookkit.interrupts import block
 from hookkit.learner.loop import BATCH, Loop
 from hookkit.nested import leaves, tmap
 
@@ -139,7 +139,7 @@ class Predicting(Loop):
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)
 
-    @block
+    @contextmanager
     def _fit_events(self) -> Iterator[None]:
         """The events of a fit and an epoch, around a pass that is not in a fit."""
         self._claim()
@@ -155,7 +155,7 @@ class Predicting(Loop):
         finally:
             self._clean_up()
 
-    @block
+    @contextmanager
     def _eval_pass(self, cbs: Any) -> Iterator[None]:
         """Around a pass without training: afterwards state and modes are as before."""
         state = {name: getattr(self, name) for name in _STATE}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from fastcore.basics import PrettyString
@@ -11,7 +11,6 @@ from fastcore.basics import PrettyString
 from hookkit.callbacks.losses import LossHistory
 from hookkit.callbacks.readout import gather, loop_text, run_of
 from hookkit.errors import nearest
-from hookkit.interrupts import block
 from hookkit.learner.distributing import no_log
 from hookkit.learner.predicting import Predicting
 from hookkit.records import Run, Tables, Views
@@ -63,7 +62,7 @@ class Reading(Predicting, Tables, Views, Named):
         """The loop as text: every event in its place, with the callbacks that have it."""
         return PrettyString(loop_text(self))
 
-    @block
+    @contextmanager
     def no_logging(self) -> Iterator[Self]:
         """The Learner without printing its log, until the end of the `with`."""
         before, self.logger = self.logger, no_log

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
@@ -25,9 +27,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from hookkit.errors import ModelRunError
-from hookkit.hooks.entries import HookEntry
+from hookkit.hooks.attach import HookEntry
 from hookkit.hooks.global_hooks import global_tables, is_of_hook_all
-from hookkit.interrupts import uninterrupted
 from hookkit.modelinfo.tree import Tree
 from hookkit.modelinfo.untouched import refill
 
@@ -63,10 +64,29 @@ def _is_harmless(hook: Any) -> bool:
     return is_of_hook_all(hook) or home.split(".")[0] == "torch"
 
 
-# On fake tensors torch 2.13 calls Python from C++ functions that must not throw (it looks up
-# `find_torch_dispatch_rule`): a Ctrl-C in there aborts the process. Nothing is computed here, so
-# the wait is short: till the next call of a module. A second Ctrl-C is raised at once.
-@uninterrupted
+@contextmanager
+def _later_ctrl_c() -> Iterator[None]:
+    """A Ctrl-C inside it is handled at its end, and what handles it then is the user's own.
+
+    On fake tensors torch 2.13 calls Python from C++ functions that must not throw (it looks up
+    `find_torch_dispatch_rule`): a Ctrl-C in there aborts the process. Nothing is computed, so the
+    wait is short.
+    """
+    came = list[Any]()
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    try:
+        signal.signal(signal.SIGINT, lambda *why: came.append(why))
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[-1])
+
+
+@_later_ctrl_c()
 def run_fake(tree: Tree, run: Callable[[Any], tuple[Any, T]]) -> tuple[Any, T] | None:
     """`run(mode)` with a new mode of fake tensors; None if the model needs values.
 

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from math import inf
@@ -25,15 +26,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookkit.autograd_graph import graph_nodes
-from hookkit.interrupts import Undo, interruptible
 from hookkit.modelinfo.macs import macs_of, name_of
 from hookkit.modelinfo.tree import Tree, dtype_name, storage_of
 from hookkit.modules import can_run
 from hookkit.nested import Inputs, describe, leaves
-
-# Where a Ctrl-C is raised that waits for a run on fake tensors (see `fakes`): Python calls a
-# module's hooks, and no C++ function that must not throw is around them.
-_interrupt_here = interruptible(lambda: None)
 
 
 class Stopped(BaseException):
@@ -167,7 +163,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Name of the module that is running; the root's outside of every call."""
         return self.stack[-1][0] if self.stack else ""
 
-    def attach(self, stack: Undo) -> None:
+    def attach(self, stack: ExitStack) -> None:
         """Hooks every module that can run, until `stack` closes."""
         for m in self.names:
             before = m.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
@@ -176,7 +172,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.callback(after.remove)
 
     def _before(self, m: nn.Module, args: Any, kwargs: Any) -> None:
-        _interrupt_here()
         name = self.names[m]
         self.stack.append((name, sys.exception()))
         call = self.trace.calls.get(name)

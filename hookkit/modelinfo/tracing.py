@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib import import_module
 from types import GeneratorType
 from typing import Any, TypeVar
@@ -19,7 +20,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from hookkit.errors import ArgumentError
 from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.hooks.global_hooks import switch_fused_path
-from hookkit.interrupts import Undo
 from hookkit.modelinfo.fakes import may_run_fake, run_fake
 from hookkit.modelinfo.tracer import Stopped, Trace, Tracer
 from hookkit.modelinfo.tree import Tree
@@ -103,7 +103,7 @@ def _once(
 
     Without `saves` it does not see saved tensors, which torch.func refuses.
     """
-    with Undo() as stack:
+    with ExitStack() as stack:
         write = stack.enter_context(untouched(tree))
         set_mode(tree, training)
         bound = [(MAX_MACS, MAX_SAVED_BYTES)] if bounded else []
@@ -126,7 +126,7 @@ def _once(
         return trace, read(trace)
 
 
-def _switch_off(tracer: Tracer, stack: Undo) -> None:
+def _switch_off(tracer: Tracer, stack: ExitStack) -> None:
     """What would hide operations, or keep tensors of the run, is off until `stack` closes.
 
     That are the compiler, which would compile the tracer; PyTorch's fused path, which calls no
@@ -147,7 +147,7 @@ def _switch_off(tracer: Tracer, stack: Undo) -> None:
 def _call(tracer: Tracer, inputs: Inputs, mode: Any, saves: bool) -> None:
     """Calls the model under the tracer; its error is recorded."""
     tree = tracer.tree
-    with Undo() as stack:
+    with ExitStack() as stack:
         if mode is not None:
             stack.enter_context(mode)
         if saves:

@@ -10,16 +10,16 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hookkit.hooks.attach import HookEntry
 from hookkit.hooks.block import Registered
-from hookkit.hooks.entries import HookEntry
 from hookkit.hooks.global_hooks import global_tables, is_of_hook_all
-from hookkit.interrupts import Undo, block
 from hookkit.modelinfo.tree import Tree, storage_of
 from hookkit.nested import Inputs, leaves, tmap
 
@@ -30,7 +30,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 Restore = Callable[[], None]
 
 
-@block
+@contextmanager
 def untouched(
     model: nn.Module | Tree, *, params: bool = False, observers: bool = False
 ) -> Iterator[Callable[[Tensor], None]]:
@@ -75,7 +75,7 @@ def untouched(
     for t in contents.tensors:
         if id(t) not in large:
             contents.copy(t)
-    with Undo() as undo:
+    with ExitStack() as undo:
         for restore in (*_of_process(), contents.restore):
             undo.callback(restore)
         undo.callback(_of_modules(modules, tree.scripted, [*attributes, *tables]))

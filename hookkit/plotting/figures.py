@@ -6,6 +6,7 @@ The first file of the folder to be imported, so the one that says how to install
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from io import BytesIO
@@ -17,7 +18,6 @@ import numpy as np
 from hookkit.checks import check_number, check_path
 from hookkit.errors import ArgumentError, OptionError, missing_extra
 from hookkit.files import atomic_write
-from hookkit.interrupts import block
 from hookkit.records import Floats, Ints, Record
 
 try:
@@ -40,7 +40,7 @@ FEW = 12
 _offscreen: ContextVar[bool] = ContextVar("_offscreen", default=False)
 
 
-@block
+@contextmanager
 def offscreen() -> Iterator[None]:
     """Inside, new figures are not pyplot's: for pictures that go to a file, from any thread.
 

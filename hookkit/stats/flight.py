@@ -19,7 +19,8 @@ from hookkit import ranks
 from hookkit.checks import check_choice, check_number, shown
 from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
 from hookkit.events import CancelStepException
-from hookkit.hooks.entries import Placed, graph_task
+from hookkit.hooks.attach import graph_task
+from hookkit.hooks.fronts import Placed
 from hookkit.modules import class_name, unwrap
 from hookkit.recording import HookCallback
 from hookkit.records import Incident

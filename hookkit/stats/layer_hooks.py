@@ -13,19 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookkit.hooks.backward import BothGrads
-from hookkit.hooks.entries import (
-    HookEntry,
-    Placed,
-    brief,
-    called,
-    counts_for,
-    graph_task,
-    is_compiling,
-    is_tracing,
-    part_at,
-)
-from hookkit.hooks.gradients import GradHooks, keeps_output
+from hookkit.hooks.attach import HookEntry, brief, called, graph_task, is_compiling
+from hookkit.hooks.fronts import BothGrads, GradHooks, Placed, counts_for, is_tracing, keeps_output
+from hookkit.hooks.parts import part_at
 from hookkit.nested import Inputs, named_leaves, tmap
 from hookkit.recording import RecordSwitch
 

@@ -15,7 +15,7 @@ from torch import nn
 from hookkit.autograd_graph import users_of
 from hookkit.checks import check_choice, check_flag, check_number, kind_of, shown
 from hookkit.errors import OptionError
-from hookkit.hooks.entries import graph_task
+from hookkit.hooks.attach import graph_task
 from hookkit.moments.bins import LogBins, RangeBins
 from hookkit.moments.tally import Options
 from hookkit.records import Record

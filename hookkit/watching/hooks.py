@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as global_hooks
 
-from hookkit.hooks.entries import Handle, HookEntry, check_hookable, graph_task, is_tracing
-from hookkit.interrupts import uninterrupted
+from hookkit.hooks.attach import Handle, HookEntry, check_hookable, graph_task
+from hookkit.hooks.fronts import is_tracing
 from hookkit.modules import unwrap, wrappers
 from hookkit.watching.losses import one_number
 
@@ -71,7 +71,6 @@ class LoopHooks:
         self._last_loss: Tensor | None = None  # of the loss function
         self._handle, self._on_parts, self._undo = Handle(), Handle(), list[Callable[[], None]]()
 
-    @uninterrupted
     def attach(self, loop: WatchedLoop) -> None:
         """Registers the hooks; `remove` removes all of them, also if this was cut short."""
         self._begin()
@@ -100,7 +99,6 @@ class LoopHooks:
             self._undo.append(before(self._before_step).remove)
             self._undo.append(after(self._after_step).remove)
 
-    @uninterrupted
     def remove(self) -> None:
         """Removes what `attach` registered; can be called at any time, and twice."""
         for undo in self._undo:
