@@ -204,6 +204,8 @@ def pick(x: Any, path: str) -> Any:
     if not is_path(path):
         raise ValueError(f"cannot read the path {path!r}: write it as [0], .name or ['key']")
     for field, number, key, other in _STEP.findall(path):
+        if isinstance(x, Tensor):  # `[0]` would be the first sample
+            raise LookupError(f"a tensor has no parts, and {path!r} asks for one")
         x = getattr(x, field) if field else x[int(number)] if number else x[key or other]
     return x
 

@@ -155,3 +155,12 @@ def test_describe_of_nested_tensors() -> None:
     t = torch.nested.nested_tensor([A, A[:1]])
 
     assert describe(t) == "nested 2×…"
+
+
+def test_a_tensor_has_no_parts() -> None:
+    """`[0]` would be the first sample of a layer that returns a tensor and no tuple."""
+    for path in ("[0]", "[0][1]"):
+        with pytest.raises(LookupError, match="no parts"):
+            pick(torch.ones(2, 3), path)
+    with pytest.raises(LookupError, match="no parts"):
+        put((torch.ones(2),), "[0][1]", 0)
