@@ -12,8 +12,6 @@ from torch import nn
 import hookkit
 from hookkit import ActivationStats, Learner, ParamStats, hook_outputs, summary, watch
 from hookkit.callbacks import ProgressCallback
-from hookkit.moments.numba_loader import machine
-from hookkit.records import log_to
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -47,19 +45,14 @@ def tensorboard() -> None:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        log_to(str(folder / "runs"), run)  # an error with the way to a writer
+        run.log_to(str(folder / "runs"))  # an error with the way to a writer
     else:
-        log_to(SummaryWriter(str(folder / "runs")), run)
+        run.log_to(SummaryWriter(str(folder / "runs")))
 
 
 def distributed() -> None:
     with (learn := learner()).distrib_ctx(cpu=True):
         learn.fit(1)
-
-
-def fast() -> None:
-    machine.load()
-    assert (machine.found is not None) == installed("fast"), "numba's loops"
 
 
 def collect() -> None:
@@ -80,7 +73,6 @@ NEEDS = {
     "pandas": lambda: run.to_df(),
     "tensorboard": tensorboard,
     "distributed": distributed,
-    "fast": fast,  # without numba numpy reads the tensors
     "collect": collect,
     "demo": demo,
 }
@@ -108,5 +100,5 @@ for extra, use in NEEDS.items():
         assert not installed(extra), f"{extra} is installed: {e}"
         assert command in str(e), str(e)
     else:
-        assert installed(extra) or extra == "fast", f"{extra} is not installed, and no error came"
+        assert installed(extra), f"{extra} is not installed, and no error came"
 print(f"extra {sys.argv[1]}: there are {[e for e in NEEDS if installed(e)]}; the others say so")

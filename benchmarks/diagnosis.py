@@ -1,153 +1,167 @@
-"""How often is `diagnose` right? Healthy runs falsely alarmed, failing runs whose cause is named.
+"""How often is `diagnose` right? 24 healthy trainings, 48 failing ones, of the kinds people run.
 
-    python benchmarks/diagnosis.py [--seeds 3] [--half tune|held|all] [--only NAME] [--verbose]
-                                   [--write FILE] [--against benchmarks/baselines/findings.csv]
+    python benchmarks/diagnosis.py --runs DIR [--only WORD …] [--seeds 3] [--workers 2] [--verbose]
 
-Trains every case of `trainings.py` (healthy), `failing_trainings.py` and `more_trainings.py` (both)
-with three seeds, recorded by `watch`, and prints a markdown table. Each list is split once and for
-all: cases at even places were looked at while the rules were made ("tune"), those at odd places
-only afterwards ("held").
+Trains what is registered in `realistic/` with each seed, one thread each, and saves the recorded
+runs in DIR. What lies there is not trained again, so that a run that was cut goes on, and is judged
+again in seconds. The trainings are a check for false alarms and for causes that are named: none of
+their numbers is a rule's, and no rule is changed for one of them.
 
-`--write` saves all findings as CSV, in their order: training, seed, rule, severity (0 a note, 1 a
-warning, 2 an error), layers, first and last step. `--against` compares with such a file and exits
-with 1 if anything differs: it is how a change of the rules' code is shown to change no finding.
+A healthy run counts as alarmed if any finding is a warning or an error; a failing one as named
+first if its first alarm is by a rule of which its author said, before any run, that it names the
+cause.
 """
 
 import argparse
-import csv
+import json
+import multiprocessing
 import os
-import sys
 import time
 import warnings
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-import failing_trainings  # noqa: F401  (registers the failing cases)
-import more_trainings  # noqa: F401  (and more of both)
+import realistic
 import torch
-from trainings import FAILING, HEALTHY, Case, Setup, run_steps
+from realistic.trials import TRIALS, Trial, watcher_of
 
-from hookkit.health import Diagnosis, diagnose
-from hookkit.health.diagnosis import SEVERITIES
+from hookkit.health import RULES, Finding, diagnose
 from hookkit.records import Run
 
-ALARM = {"warning", "error"}
+VARIANTS = {
+    **dict.fromkeys(("no_gradient", "not_in_optimizer", "unregistered", "no_step"), "unmoved"),
+    "schedule_over": "lr_too_low",
+    "ascent": "below_zero",
+}
+"""Names of findings → the authors' word: for what never moves, rates that end, and wrong signs."""
 
-COLUMNS = ("training", "seed", "rule", "severity", "layers", "first_step", "last_step")
+for _module in iter_modules(realistic.__path__):
+    import_module(f"realistic.{_module.name}")
 
-Row = tuple[str, ...]
-
-
-def recorded(s: Setup) -> Run:
-    """Train `s` and give what was recorded."""
-    from hookkit.stats import ActivationStats, GradientStats, ParamStats
-    from hookkit.watching import watch
-
-    stats = ActivationStats(include_paramless=True, units=True), GradientStats(), ParamStats()
-    with watch(s.model, s.opt, *stats) as w:
-        for loss in run_steps(s):
-            w.loss(loss)
-    w.info.update(n_classes=s.n_classes, loss_func=s.loss_name)
-    w.info["momentum"] = [g.get("momentum", 0.0) for g in s.opt.param_groups]
-    return w.run_record()
+_ORDER = [rule.name for rule in RULES]
 
 
-def judge(case: Case, seed: int) -> Diagnosis:
-    torch.manual_seed(seed)
+@dataclass(frozen=True)
+class Verdict:
+    """What was found in one training with one seed.
+
+    Args:
+        trial: the training.
+        seed: of torch's generator.
+        findings: of all its runs, as a user reads them.
+        score: what the training function returned; lower is better.
+    """
+
+    trial: Trial
+    seed: int
+    findings: tuple[Finding, ...]
+    score: float
+
+    @property
+    def alarms(self) -> list[str]:
+        """Rules of warnings and errors, in the order in which a user reads them."""
+        return rules_that_alarm(self.findings)
+
+    @property
+    def is_right(self) -> bool:
+        """No alarm in a healthy run, the cause first in a failing one."""
+        first = set(self.alarms[:1])
+        names = {VARIANTS.get(name, name) for name in self.trial.names}
+        return bool(first & names) if self.trial.wrong else not first
+
+    def __str__(self) -> str:
+        found = ", ".join(f"{f.rule} ({f.severity})" for f in self.findings) or "no finding"
+        wrong = f" [{self.trial.wrong}: {' or '.join(sorted(self.trial.names)) or 'no rule'}]"
+        mark = "ok   " if self.is_right else "WRONG"
+        name = f"{self.trial.name} seed {self.seed}{wrong * bool(self.trial.wrong)}"
+        return f"{mark} {name} score {self.score:.3g}: {found}"
+
+
+def rules_that_alarm(findings: Iterable[Finding]) -> list[str]:
+    """Rules of warnings and errors, by the authors' words."""
+    return [VARIANTS.get(f.rule, f.rule) for f in findings if f.severity != "note"]
+
+
+def findings_of(files: Iterable[Path]) -> tuple[Finding, ...]:
+    """What is found now in runs that were saved; those of several runs, in the rules' order."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return diagnose(recorded(case.make()))
+        found = [f for file in files for f in diagnose(Run.load(file))]
+    return tuple(sorted(found, key=lambda f: (f.severity == "note", _ORDER.index(f.rule))))
 
 
-def right(case: Case, d: Diagnosis) -> bool:
-    """No alarm for a healthy case; for a failing one an alarm by a rule that names its cause."""
-    alarms = {f.rule for f in d if f.severity in ALARM}
-    return bool(alarms & case.cause) if case.cause else not alarms
+def train(job: tuple[str, int, Path]) -> None:
+    """Trains one case and saves its runs; the small file that says so is written last."""
+    name, seed, folder = job
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    runs: list[Run] = []
+    start = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        score = TRIALS[name].train(watcher_of(runs))
+    facts = {"score": float(score), "seconds": time.perf_counter() - start, "runs": len(runs)}
+    for i, run in enumerate(runs):
+        run.save(folder / f"{name}.{seed}.{i}.run")
+    (folder / f"{name}.{seed}.json").write_text(json.dumps(facts))
 
 
-def half(cases: list[Case], which: str) -> list[Case]:
-    return {"all": cases, "tune": cases[::2], "held": cases[1::2]}[which]
+def judge(trial: Trial, seed: int, folder: Path) -> Verdict:
+    """What is found now in the runs that were saved."""
+    facts = json.loads((folder / f"{trial.name}.{seed}.json").read_text())
+    files = (folder / f"{trial.name}.{seed}.{i}.run" for i in range(facts["runs"]))
+    return Verdict(trial, seed, findings_of(files), facts["score"])
 
 
-def rows_of(case: Case, seed: int, d: Diagnosis) -> list[Row]:
-    """The findings of one run as rows of a CSV file."""
-    return [
-        (case.name, str(seed), f.rule, str(SEVERITIES.index(f.severity)), " ".join(f.layers),
-         str(f.steps[0]), str(f.steps[1]))
-        for f in d
-    ]  # fmt: skip
-
-
-def write(rows: list[Row], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
-
-
-def differences(rows: list[Row], path: Path, ran: set[tuple[str, str]]) -> list[str]:
-    """A line for each run of `ran` whose findings, or their order, are not those in the file."""
-    with path.open(newline="") as file:
-        before = [tuple(row) for row in csv.reader(file)][1:]
-    found = []
-    for run in sorted(ran):
-        old, new = ([r[2:] for r in table if r[:2] == run] for table in (before, rows))
-        if old != new:
-            found.append(f"{run[0]} seed {run[1]}\n  was {old}\n  is  {new}")
-    return found
-
-
-def measure(
-    cases: list[Case], seeds: int, verbose: bool, rows: list[Row]
-) -> tuple[int, int, list[str]]:
-    """Right answers, runs, and a line for each wrong one; findings are appended to `rows`."""
-    good, lines = 0, []
-    for case in cases:
-        for seed in range(seeds):
-            d = judge(case, seed)
-            rows += rows_of(case, seed, d)
-            ok = right(case, d)
-            good += ok
-            alarms = [f"{f.rule} ({f.severity})" for f in d if f.severity in ALARM]
-            if verbose or not ok:
-                mark = "ok   " if ok else "WRONG"
-                lines.append(f"{mark} {case.name} seed {seed}: {', '.join(alarms) or d.headline}")
-                print(lines[-1], flush=True)
-            if verbose and not ok:
-                print(d)
-    return good, len(cases) * seeds, [line for line in lines if line.startswith("WRONG")]
+def table(verdicts: list[Verdict]) -> Iterable[str]:
+    """The result as a table, and each rule's first alarms: right ones, wrong ones, false ones."""
+    well = [v for v in verdicts if not v.trial.wrong]
+    traced = [v for v in verdicts if v.trial.wrong and v.trial.trace]
+    wrong = [v for v in traced if v.alarms and not v.is_right]
+    yield "| healthy alarmed | failing with a trace, named first | another rule first | no alarm |"
+    yield "|---|---|---|---|"
+    yield (
+        f"| {sum(not v.is_right for v in well)} of {len(well)} "
+        f"| {sum(v.is_right for v in traced)} of {len(traced)} | {len(wrong)} "
+        f"| {sum(not v.alarms for v in traced)} |"
+    )
+    counts = [
+        Counter(v.alarms[0] for v in part if v.alarms)
+        for part in ([v for v in traced if v.is_right], wrong, well)
+    ]
+    yield "\n| rule | first and right | first and wrong | healthy alarmed |\n|---|---|---|---|"
+    for rule in sorted({rule for count in counts for rule in count}):
+        yield f"| {rule} | {' | '.join(str(count[rule] or '') for count in counts)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, metavar="DIR", required=True)
+    parser.add_argument("--only", nargs="*", default=[""], metavar="WORD")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--half", choices=("tune", "held", "all"), default="all")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("--write", type=Path, metavar="FILE")
-    parser.add_argument("--against", type=Path, metavar="FILE")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--verbose", action="store_true", help="all lines, with their findings")
+    parser.add_argument("--train", action="store_true", help="trains and does not judge")
     o = parser.parse_args()
-    torch.set_num_threads(1)
-    start = time.perf_counter()
-    rows: list[str] = []
-    found: list[Row] = []
-    ran: set[tuple[str, str]] = set()
-    for which in ("tune", "held") if o.half == "all" else (o.half,):
-        healthy, failing = (
-            [c for c in half(cases, which) if o.only in c.name] for cases in (HEALTHY, FAILING)
-        )
-        ran |= {(c.name, str(seed)) for c in healthy + failing for seed in range(o.seeds)}
-        well, n_well, _ = measure(healthy, o.seeds, o.verbose, found)
-        named, n_failing, _ = measure(failing, o.seeds, o.verbose, found)
-        rows.append(
-            f"| {which} | {n_well - well} of {n_well} ({len(healthy)} trainings) "
-            f"| {named} of {n_failing} ({len(failing)} trainings) |"
-        )
-    print(f"\n{o.seeds} seeds, torch {torch.__version__}, {time.perf_counter() - start:.0f} s\n")
-    print("| half | healthy runs falsely alarmed | failing runs whose true cause is named |")
-    print("|---|---|---|", *rows, sep="\n")
-    if o.write:
-        write(found, o.write)
-    if o.against and (changed := differences(found, o.against, ran)):
-        sys.exit("\n".join([f"\n{len(changed)} of {len(ran)} runs have other findings", *changed]))
+    chosen = [t for t in TRIALS.values() if any(word in t.name for word in o.only)]
+    o.runs.mkdir(parents=True, exist_ok=True)
+    jobs = [(t.name, seed, o.runs) for t in chosen for seed in range(o.seeds)]
+    todo = [job for job in jobs if not (o.runs / f"{job[0]}.{job[1]}.json").exists()]
+    with multiprocessing.get_context("spawn").Pool(o.workers, maxtasksperchild=20) as pool:
+        for i, _ in enumerate(pool.imap_unordered(train, todo), 1):
+            print(f"\r{i} of {len(todo)} trained", end="", flush=True)
+    if o.train:
+        return
+    verdicts = [judge(TRIALS[name], seed, o.runs) for name, seed, _ in jobs]
+    for v in verdicts:
+        if o.verbose or not v.is_right:
+            print(v, *(v.findings if o.verbose else ()), sep="\n")
+    print("", *table(verdicts), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """The commonest mistakes, made in each healthy training of `realistic/`: are they named first?
 
-    python benchmarks/verdicts.py --runs DIR --half all --scores        # the healthy ones
+    python benchmarks/diagnosis.py --runs DIR --train                    # the healthy ones
     python benchmarks/faults.py --runs DIR --faulty OTHER [--faults 2] [--skip 0] [--workers 2]
                                 [--harmless]
 
-`verdicts.py` judges mistakes that an author chose, one by one; here the same twelve are made by
+`diagnosis.py` judges mistakes that an author chose, one by one; here the same twelve are made by
 machine wherever they can be, so that a rule is measured on trainings that nobody chose for it: from
 outside, by changed defaults of PyTorch's optimizers, and by what is done to the model that `watch`
 is given. Each training gets `--faults` of them, in an order by a hash of both names, beginning
@@ -31,14 +31,12 @@ from zlib import crc32
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
+from diagnosis import findings_of, rules_that_alarm
 from realistic.trials import TRIALS, Watch, watcher_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from verdicts import VARIANTS
 
-from hookkit.health import diagnose
-from hookkit.health.diagnosis import SEVERITIES
 from hookkit.records import Run
 
 # A training that hangs ends after so many seconds
@@ -98,7 +96,7 @@ def drop_most(model: nn.Module) -> None:
             m.p = 0.95
 
 
-BAD_INIT = {"bad_init", "initial_loss", "attention_logits"}
+BAD_INIT = {"bad_init"}
 
 OF_LOOP: dict[str, tuple[Callable[[], None], set[str]]] = {
     "learning rate × 30": (lambda: of_optimizers("lr", lambda x: x * 30), {"lr_too_high"}),
@@ -112,7 +110,7 @@ OF_LOOP: dict[str, tuple[Callable[[], None], set[str]]] = {
 OF_MODEL: dict[str, tuple[Change, set[str]]] = {
     "first weights × 5": (lambda m: scale_weights(m, 5.0), BAD_INIT),
     "first weights × 20": (lambda m: scale_weights(m, 20.0), BAD_INIT),
-    "first weights / 20": (lambda m: scale_weights(m, 0.05), {"bad_init", "vanishing"}),
+    "first weights / 20": (lambda m: scale_weights(m, 0.05), {"bad_init"}),
     "inputs × 100": (lambda m: scale_inputs(m, 100.0), {"input_scale"}),
     "dropout of 0.95": (drop_most, {"dropout"}),
 }
@@ -184,15 +182,9 @@ def did_harm(name: str, score: float, healthy: Path, by: float = 0.25) -> bool:
 
 
 def alarms(name: str, fault: str, n_runs: int, folder: Path) -> list[str]:
-    """Rules that alarm, the most severe first."""
+    """Rules that alarm, as a user reads them."""
     files = [folder / f"{name}.{_slug(fault)}.{i}.run" for i in range(n_runs)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = sorted(
-            (f for file in files for f in diagnose(Run.load(file))),
-            key=lambda f: -SEVERITIES.index(f.severity),
-        )
-    return [VARIANTS.get(f.rule, f.rule) for f in found if f.severity != "note"]
+    return rules_that_alarm(findings_of(files))
 
 
 def print_false_alarms(jobs: list[tuple[str, str, Path]], healthy: Path, verbose: bool) -> None:
@@ -216,7 +208,7 @@ def print_false_alarms(jobs: list[tuple[str, str, Path]], healthy: Path, verbose
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=Path, metavar="DIR", help="recordings of verdicts.py")
+    parser.add_argument("--runs", type=Path, metavar="DIR", help="recordings of diagnosis.py")
     parser.add_argument("--faulty", type=Path, metavar="DIR", help="where recorded runs are kept")
     parser.add_argument("--faults", type=int, default=2, help="of each training")
     parser.add_argument("--skip", type=int, default=0, help="leaves the first ones out")

@@ -21,7 +21,7 @@ import torch
 Rows = Callable[[bool, str], Iterable["Row"]]
 Pair = tuple[str, str] | tuple[str, str, float]
 
-PEERS = ("numba", "fastai", "lightning", "torchinfo", "captum", "wandb", "surgeon-pytorch")
+PEERS = ("fastai", "lightning", "torchinfo", "captum", "wandb", "surgeon-pytorch")
 PEERS += ("nnsight", "baukit")
 NOISE = 0.05  # what two measurements of one thing differ by, on a machine that does other work too
 AGAIN = "bare again"  # one more bare run: it differs from 1 for no reason

@@ -10,7 +10,7 @@ memory lies. In each round every method watches the net anew, in shuffled order,
 begin with and then for a block of steps, whose CPU time is taken over the mean of the bare blocks
 just before and after it. wandb's runs, and compiled nets, have a net of their own, since they
 cannot be watched anew. So most steps are among the first 64, in which a watch also tells batches
-apart: a longer training pays less. Where numba is installed its loops read the tensors.
+apart: a longer training pays less.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookkit.moments.numba_loader import machine
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.stats.flight import FlightRecorder
 from hookkit.watching import watch
@@ -184,9 +183,6 @@ METHODS: dict[str, Watch] = {
     "hookkit watch, no statistics": hooked(),
     "hookkit activations": hooked(ActivationStats),
     "hookkit activations with histogram": hooked(lambda: ActivationStats(with_hist=True)),
-    "hookkit activations with exact histogram": hooked(
-        lambda: ActivationStats(with_hist=True, exact_hist=True)
-    ),
     "hookkit activations with histogram, every=10": hooked(lambda: ActivationStats(True, every=10)),
     "hookkit gradients": hooked(GradientStats),
     "hookkit parameters": hooked(ParamStats),
@@ -367,7 +363,6 @@ def rows(full: bool, device: str) -> Iterator[Row]:
     o = command_line().parse_args(["--device", device])
     o.bf16 = device != "cpu"
     keep_memory()
-    machine.load()  # before anything is timed
     if device != "cpu":
         nets = {"resnet50": 5, "gpt2": 5}
     elif full:
@@ -392,7 +387,6 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="methods whose names contain one of these")
     parser.add_argument("--compile", action="store_true", help="torch.compile(fullgraph=True)")
-    parser.add_argument("--numpy", action="store_true", help="without numba's compiled loops")
     parser.add_argument("--bf16", action="store_true", help="forward under autocast to bfloat16")
     return parser
 
@@ -400,14 +394,11 @@ def command_line() -> argparse.ArgumentParser:
 def main() -> None:
     o = command_line().parse_args()
     torch.set_num_threads(1)
-    if o.numpy:
-        os.environ["NUMBA_DISABLE_JIT"] = "1"
     print(environment(o.device))
     if not o.nets:
         print(markdown(rows(o.full, o.device)))
         return
     keep_memory()
-    machine.load()
     for name in o.nets.split(","):
         report(name, o)
 

@@ -13,7 +13,7 @@ from hookkit import __version__
 from hookkit.events import EVENTS
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tables import costs, notebooks, rules, rules_not_met
+from tables import costs, diagnosis_rates, notebooks
 
 project = "hookkit"
 author = "the hookkit authors"
@@ -32,8 +32,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!hookkit\.[A-Za-z_]+$)[\w.]+")]
 
 myst_enable_extensions = ["colon_fence", "deflist", "substitution"]
 myst_substitutions = {
-    "rules": rules(),
-    "rules_not_met": rules_not_met(),
+    "diagnosis_rates": diagnosis_rates(),
     "notebooks": notebooks(),
     "costs": costs(),
 }

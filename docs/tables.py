@@ -1,11 +1,8 @@
-"""Tables on the site's pages: rules of `diagnose`, notebooks with their questions, costs."""
+"""Tables on the site's pages: notebooks with their questions, costs, figures of `diagnose`."""
 
 import json
 import re
 from pathlib import Path
-
-from hookkit.health import RULES
-from hookkit.health.rates import RATES
 
 ROOT = Path(__file__).parent.parent
 COSTS = [  # script, beginning of the case, what
@@ -28,19 +25,12 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", r"\|")
 
 
-def rules() -> str:
-    """Every rule as rows of a Markdown table: what it compares, with its source and its record."""
-    lines = ["| rule | alarms at | source | right | wrong |", "|---|---|---|---|---|"]
-    for rule in sorted(RULES, key=lambda r: r.name):
-        right, wrong = RATES.get(rule.name, ("", ""))
-        row = (rule.name, rule.threshold, rule.source, right, wrong)
-        lines.append("| " + " | ".join(_cell(str(v)) for v in row) + " |")
-    return "\n".join(lines)
-
-
-def rules_not_met() -> str:
-    """Names of the rules that came first in no training of the benchmark."""
-    return ", ".join(sorted(f"`{r.name}`" for r in RULES if r.name not in RATES))
+def diagnosis_rates() -> str:
+    """The two main figures of the check of `diagnose`, as sentences."""
+    text = (ROOT / "benchmarks" / "RESULTS_diagnosis.md").read_text()
+    found = re.search(r"\*\*(.+?)\*\*", text, re.S)
+    assert found, "RESULTS_diagnosis.md has no result in bold"
+    return " ".join(found[1].split())
 
 
 def notebooks() -> str:

@@ -23,7 +23,7 @@ Change what goes through a model
     outputs, inputs, gradients               edit_output(s), edit_input(s), edit_grad(s)
     what functions return                    edit_function
     … to what                                zero, scale, add, replace, patch_from
-    leave a layer out; run a part            skip_module, run_from, StopForward
+    leave a layer out; end early             skip_module, StopForward
     other modules in place of its own        swap, Wrapper, Catcher, GramWrapper
 
 Know a model
@@ -48,8 +48,7 @@ Train
                                              LogTo, ProgressCallback, TrainEvalCallback
     end a batch, an epoch, a fit early       CancelBatchException and others of its kind
 
-Errors are HookkitErrors, warnings HookkitWarnings. In a shell: python -m hookkit --help, and
-python -m hookkit compare --help.
+Errors are HookkitErrors, warnings HookkitWarnings.
 """
 
 # Which files there are, and which may import which: the rows in docs/develop/architecture.md.
@@ -84,7 +83,6 @@ from .editing import (
     edit_outputs,
     patch_from,
     replace,
-    run_from,
     scale,
     select_params,
     skip_module,
@@ -245,7 +243,6 @@ __all__ = [
     "print_sizes",
     "replace",
     "report",
-    "run_from",
     "scale",
     "select",
     "select_params",

@@ -1,12 +1,13 @@
 """`attention_weights`: how much each query attends to each key, in every attention of a model.
 
 Fused attention does not compute the weights, so they are computed from what it is called with, seen
-by `hooks.functions`. Also here: the logits before the softmax, which `stats` records.
+by `hooks.functions`.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from contextlib import nullcontext
 from inspect import signature
 from typing import Any
@@ -18,10 +19,8 @@ from torch.nn.functional import multi_head_attention_forward, scaled_dot_product
 
 from hookkit.checks import check_module
 from hookkit.errors import HookError
-from hookkit.hooks.function_call import FunctionCall
-from hookkit.hooks.functions import FunctionHooks
-from hookkit.hooks.snapshot import Options
-from hookkit.interrupts import Undo
+from hookkit.hooks.block import Block
+from hookkit.hooks.functions import FunctionCall, FunctionHooks
 from hookkit.nested import Inputs
 
 _MULTI_HEAD = signature(multi_head_attention_forward)
@@ -57,15 +56,11 @@ def attention_weights(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str
     >>> {name: tuple(w.shape) for name, w in weights.items()}
     {'0.self_attn': (1, 2, 5, 5)}
     """
-    who = "attention_weights"
-    check_module(who, model)
+    check_module("attention_weights", model)
     functions = [scaled_dot_product_attention, multi_head_attention_forward]
-    hooks = _Hooks(functions, model, Options(who, "forward", _weights, detach=False))
-    with Undo() as undo:  # Ctrl-C in torch's own `no_grad` leaves it off
-        undo.callback(torch.set_grad_enabled, torch.is_grad_enabled())
-        torch.set_grad_enabled(False)
-        with hooks:
-            model(*inputs, **kwargs)
+    hooks = _Hooks(functions, model, Block("attention_weights", "forward", _weights, False))
+    with torch.no_grad(), hooks:
+        model(*inputs, **kwargs)
     if not len(hooks):
         raise HookError(
             f"{hooks.never_called()} Give a model that uses F.scaled_dot_product_attention or "
@@ -73,33 +68,41 @@ def attention_weights(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str
             "its softmax gives: hook_function(F.softmax, within=model)."
         )
     layers = [name.rpartition("/")[0] for name in hooks.names]
+    times, seen = Counter(layers), Counter[str]()
     found = {}
-    for i, (layer, weights) in enumerate(zip(layers, hooks.stored, strict=True)):
-        several = layers.count(layer) > 1
-        found[f"{layer}:{layers[:i].count(layer)}" if several else layer] = weights
+    for layer, weights in zip(layers, hooks.stored, strict=True):
+        found[f"{layer}:{seen[layer]}" if times[layer] > 1 else layer] = weights
+        seen[layer] += 1
     return found
 
 
 class _Hooks(FunctionHooks):
-    """Function hooks that do not warn: the values of the run are not used."""
+    """Function hooks that warn of nothing: no call is an error, and packed heads are unpacked."""
 
-    def _missed(self, waiting: Any) -> str:
-        return ""
+    def _warn_of_nothing(self) -> None:
+        pass
 
-    def __enter__(self) -> _Hooks:
-        self._block.warned = ("fused",)
-        return super().__enter__()
+    def _see_heads(self, where: str, query: Tensor) -> None:
+        pass
 
 
 def _weights(call: FunctionCall, inputs: Inputs, output: Any) -> Tensor:
+    """The weights of one call of either function."""
     if call.function is multi_head_attention_forward:
         given = _MULTI_HEAD.bind(*inputs, **inputs.kwargs).arguments
         given |= {"need_weights": True, "average_attn_weights": False, "training": False}
-        weights: Any = multi_head_attention_forward(**given)[1]
+        weights: Tensor = multi_head_attention_forward(**given)[1]
         return torch.where(weights.isnan().all(-1, keepdim=True), 0, weights)
     logits = attention_logits(*inputs, **inputs.kwargs)
     nowhere = logits.isneginf().all(-1, keepdim=True)
-    return logits.softmax(-1).masked_fill(nowhere, 0).to(output.dtype)
+    weights = logits.softmax(-1).masked_fill(nowhere, 0).to(output.dtype)
+    owner = call.__dict__["owner"]
+    config = getattr(owner, "config", None)
+    heads = getattr(owner, "num_heads", None) or getattr(config, "num_attention_heads", None)
+    group = heads // weights.shape[-3] if isinstance(heads, int) and weights.dim() == 4 else 1
+    if group > 1 and weights.shape[-2] == group:  # grouped queries, packed for a single token
+        weights = weights.flatten(1, 2).unsqueeze(2)
+    return weights
 
 
 def attention_logits(
@@ -130,8 +133,7 @@ def attention_logits(
     dtype = torch.promote_types(query.dtype, torch.float32)
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
     device = query.device.type
-    rounded = is_autocast_available(device) and torch.is_autocast_enabled(device)
-    with torch.autocast(device, enabled=False) if rounded else nullcontext():
+    with torch.autocast(device, enabled=False) if is_autocast_available(device) else nullcontext():
         logits = (query.to(dtype) * scale) @ key.to(dtype).mT
     # Private: `CausalBias._materialize`, the mask that this class of tensors stands for (since
     # 2.3). It has no public name; without it the class cannot be added to a tensor.

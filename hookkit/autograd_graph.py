@@ -20,6 +20,14 @@ SAME_ORDER = frozenset(
 SAME_VALUES = SAME_ORDER | {"Transpose", "T", "Permute"}
 """The same in any order."""
 
+PARTS = frozenset(
+    (
+        *("Alias", "Slice", "Select", "Split", "SplitWithSizes", "Chunk", "Unbind", "Narrow"),
+        *("Expand", "Index", "IndexSelect", "Gather", "MaskedSelect"),
+    )
+)
+"""Operations whose result holds some of the values that they are given, or repeats them."""
+
 
 def graph_nodes(x: Any) -> Iterator[tuple[Any, list[Any]]]:
     """`(node, the nodes whose results it takes)` of all that made the tensors in `x`.
@@ -43,6 +51,22 @@ def graph_nodes(x: Any) -> Iterator[tuple[Any, list[Any]]]:
         new = dict.fromkeys(before for before in inputs if before not in seen)
         seen.update(new)
         stack += new
+
+
+def users_of(x: Any) -> dict[Any, list[Any]]:
+    """Each node of the graph that made `x` → the nodes that take its result.
+
+    >>> import torch
+    >>> users = users_of((torch.ones(2, requires_grad=True) * 3).relu())
+    >>> {op_name(node): [op_name(user) for user in by] for node, by in users.items()}
+    {'Relu': [], 'Mul': ['Relu'], 'AccumulateGrad': ['Mul']}
+    """
+    users: dict[Any, list[Any]] = {}
+    for node, inputs in graph_nodes(x):
+        users.setdefault(node, [])
+        for before in inputs:
+            users.setdefault(before, []).append(node)
+    return users
 
 
 def op_name(node: Any) -> str:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hookkit.checks import check_number, kind_of
-from hookkit.devices import accelerator
-from hookkit.errors import ArgumentError, ModelRunError, OptionError, SelectionError
-from hookkit.interrupts import Undo
-from hookkit.nested import leaves, tmap
+from hookkit.checks import kind_of
+from hookkit.errors import ArgumentError, ModelRunError, SelectionError
+from hookkit.nested import is_container, leaves, parts_of, rebuilt
 
 
 class DataLoaders:
@@ -34,7 +33,6 @@ class DataLoaders:
 
     Raises:
         ArgumentError: a loader cannot be iterated over.
-        OptionError: `device` or `n_inp` cannot work.
 
     >>> batches = [(torch.ones(4, 2), torch.zeros(4))] * 3
     >>> dls = DataLoaders(batches, batches[:1])
@@ -51,14 +49,11 @@ class DataLoaders:
         n_inp: int | None = None,
     ) -> None:
         self.loaders = [train, valid, *others]
-        for role, loader in zip(
-            ("train", "valid", *["further"] * len(others)), self.loaders, strict=True
-        ):
-            _check_loader(role, loader)
-        self.device = None if device is None else _device(device)
-        if n_inp is not None:
-            what = "how many items of a batch the model takes, None for all but the last"
-            n_inp = check_number("DataLoaders", "n_inp", n_inp, 1, whole=True, what=what)
+        for i, loader in enumerate(self.loaders):
+            if i == 0 or loader is not None:
+                _check_loader(("train", "valid")[i] if i < 2 else "further", loader)
+        # an empty tensor knows the number of its device
+        self.device = None if device is None else torch.empty(0, device=device).device
         self.n_inp = n_inp
 
     @property
@@ -82,14 +77,13 @@ class DataLoaders:
         return getattr(self.valid, "dataset", None)
 
     def __getitem__(self, i: int) -> Any:
-        known = isinstance(i, int) and -len(self) <= i < len(self)
-        if not known or self.loaders[i] is None:
+        loader = self.loaders[i] if -len(self) <= i < len(self) else None
+        if loader is None:
             raise SelectionError(
-                f"there is no loader {i!r}: DataLoaders has "
-                f"{sum(x is not None for x in self.loaders)} (0 is training, 1 validation). Give "
-                f"it to DataLoaders, or a `dl=` to the call."
+                f"there is no loader {i!r}: DataLoaders has {len(list(self))} (0 is training, "
+                f"1 validation). Give it to DataLoaders, or a `dl=` to the call."
             )
-        return self.loaders[i]
+        return loader
 
     def __len__(self) -> int:
         return len(self.loaders)
@@ -98,14 +92,7 @@ class DataLoaders:
         return iter(x for x in self.loaders if x is not None)
 
     def one_batch(self, i: int = 0) -> Any:
-        """The first batch of loader `i`, moved to `device` if there is one.
-
-        Neither torch's random numbers nor the loader's own generator move on. A torch DataLoader
-        makes it without its workers.
-
-        Raises:
-            ModelRunError: the loader gives no batch.
-        """
+        """The first batch of loader `i`, on `device`: no random numbers move on."""
         batch = first_batch(self[i], f"loader {i}")
         return batch if self.device is None else to_device(batch, self.device)
 
@@ -115,11 +102,34 @@ class DataLoaders:
         return f"DataLoaders({sizes} batches, device={self.device})"
 
 
+def as_loaders(dls: Any) -> Any:
+    """`DataLoaders`, of those, a pair, or one loader; an object with `train` and `valid` as is."""
+    if dls is None or (hasattr(dls, "train") and not isinstance(dls, nn.Module)):
+        return dls
+    if isinstance(dls, (tuple, list)) and len(dls) == 2:
+        return DataLoaders(*dls)
+    if isinstance(dls, DataLoader):
+        return DataLoaders(dls)
+    first = "The data come first: Learner(dls, model, loss_func). " * isinstance(dls, nn.Module)
+    raise ArgumentError(
+        f"Learner(dls=…): expected DataLoaders, found {kind_of(dls)}. {first}Give "
+        f"DataLoaders(train, valid), the pair (train, valid), or one DataLoader."
+    )
+
+
 def to_device(x: Any, device: torch.device) -> Any:
-    """`x` with every tensor in it on `device`; `x` itself if they are there already."""
-    if type(x) in (tuple, list) and all(type(t) is Tensor and t.device == device for t in x):
-        return x  # the usual batch, already there: 1 µs instead of 3
-    return tmap(lambda t: t if t.device == device else t.to(device, non_blocking=True), x)
+    """`x` with every tensor, and every object that has `.to`, on `device`; `x` if they are there.
+
+    Structures keep their type. So PyTorch Geometric's `Data`, or a batch of your own, is moved.
+    """
+    if isinstance(x, Tensor):
+        return x if x.device == device else x.to(device, non_blocking=True)
+    is_plain = type(x) is tuple or type(x) is list  # the usual batch: no paths are needed
+    if not (is_plain or is_container(x)):
+        return x.to(device) if hasattr(x, "to") else x
+    parts = x if is_plain else [part for _, part in parts_of(x)]
+    moved = [to_device(part, device) for part in parts]
+    return x if all(a is b for a, b in zip(moved, parts, strict=True)) else rebuilt(x, moved)
 
 
 def batch_size(batch: Any) -> int:
@@ -139,12 +149,10 @@ def split_batch(batch: Any, n_inp: int | None = None) -> tuple[tuple[Any, ...], 
     >>> split_batch((1, 2, 3)), split_batch((1, 2, 3), 1), split_batch((1,))
     (((1, 2), (3,)), ((1,), (2, 3)), ((1,), ()))
     """
-    if isinstance(batch, Mapping):
-        return (batch,), (batch,)
-    if not isinstance(batch, (tuple, list)):
-        return (batch,), ()
-    n = n_inp if n_inp is not None else max(len(batch) - 1, 1)
-    return tuple(batch[:n]), tuple(batch[n:])
+    if isinstance(batch, (tuple, list)):
+        n = n_inp if n_inp is not None else max(len(batch) - 1, 1)
+        return tuple(batch[:n]), tuple(batch[n:])
+    return (batch,), (batch,) if isinstance(batch, Mapping) else ()
 
 
 def n_batches(loader: Any) -> int | None:
@@ -164,32 +172,15 @@ def no_batches(what: str) -> str:
 
 
 def _check_loader(role: str, loader: Any) -> None:
-    good = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
-    if isinstance(loader, (Tensor, str, Mapping)):
-        good = False
-    if (loader is None and role == "train") or (loader is not None and not good):
-        raise ArgumentError(
-            f"The {role} loader is {kind_of(loader)}, which gives no batches. Give a torch "
-            f"DataLoader, a list of batches, or any object that can be iterated over repeatedly."
-        )
-    if role != "train" and isinstance(loader, Iterator):  # enough to train for one epoch
-        raise ArgumentError(
-            f"The {role} loader is {kind_of(loader)}, which gives its batches only once: from the "
-            f"second epoch on there would be none. Give a list of them, or a torch DataLoader."
-        )
-
-
-def _device(device: torch.device | str | int) -> torch.device:
-    try:
-        named = torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise OptionError(
-            f"DataLoaders(device={device!r}): {first} Use 'cpu', 'cuda' or 'cuda:1'."
-        ) from None
-    if named.index is None and named.type == accelerator() != "cpu":  # as tensors there report it
-        return torch.device(named.type, torch.accelerator.current_device_index())
-    return named
+    iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    once = role != "train" and isinstance(loader, Iterator)  # one epoch of training is enough
+    if iterable and not once and not isinstance(loader, (Tensor, str, Mapping)):
+        return
+    why = "gives its batches only once" if once else "gives no batches"
+    raise ArgumentError(
+        f"The {role} loader is {kind_of(loader)}, which {why}. Give a torch DataLoader, a list of "
+        f"batches, or any object that can be iterated over repeatedly."
+    )
 
 
 def first_batch(loader: Any, name: str) -> Any:
@@ -200,7 +191,7 @@ def first_batch(loader: Any, name: str) -> Any:
     if type(loader) is DataLoader:  # a class of its own may make batches in its own way
         loader = copy.copy(loader)
         loader.num_workers = loader.timeout = 0
-    with Undo() as undo:
+    with ExitStack() as undo:
         for generator in generators_of(loader):
             undo.callback(generator.set_state, generator.get_state())
         undo.enter_context(torch.random.fork_rng(devices=[]))
@@ -213,28 +204,6 @@ def generators_of(loader: Any) -> list[torch.Generator]:
     """The random generators of a loader and of its samplers, each once."""
     batches = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
-    found.append(getattr(loader, "synchronized_generator", None))  # accelerate's, for all ranks
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
-
-
-def loader_state(dl: Any) -> dict[str, Any]:
-    """How far a loader is: its generators, and the epoch that accelerate's shuffle by."""
-    state: dict[str, Any] = {"generators": [g.get_state() for g in generators_of(dl)]}
-    if isinstance(epoch := getattr(dl, "iteration", None), int):
-        state["iteration"] = epoch
-    return state
-
-
-def set_loader(dl: Any, state: dict[str, Any]) -> None:
-    """Puts a loader where another, or itself, was; accelerate's have a generator more."""
-    for generator, each in zip(generators_of(dl), state["generators"], strict=False):
-        generator.set_state(each)
-    if "iteration" in state and hasattr(dl, "iteration"):
-        dl.iteration = state["iteration"]
-
-
-def start_workers(dl: Any) -> None:
-    """Starts workers that stay, which a first epoch seeds from the random numbers, no later one."""
-    if isinstance(dl, DataLoader) and dl.persistent_workers:
-        DataLoader.__iter__(dl)  # its batches are dropped as the next epoch begins
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    generators.append(getattr(loader, "synchronized_generator", None))  # accelerate's
+    return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())

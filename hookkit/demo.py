@@ -1,8 +1,8 @@
 """A real training from one command: `python -m hookkit.demo`.
 
 Trains a small convolutional net on scikit-learn's 1,797 scans of handwritten digits, records what
-every layer does, prints the summary, the layers' statistics and the diagnosis, and writes pictures
-and a report. It uses hookkit's public interface only: read it as an example.
+every layer does, prints the summary, the layers' statistics and the diagnosis, and writes a report
+with pictures. It uses hookkit's public interface only: read it as an example.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import argparse
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +22,7 @@ from hookkit.data import DataLoaders
 from hookkit.devices import accelerator
 from hookkit.errors import missing_extra
 from hookkit.learner import Learner
+from hookkit.records import Record
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 
 
@@ -87,61 +86,36 @@ def train(epochs: int, seed: int, device: str) -> Learner:
     return learn
 
 
-def draw(learn: Any, out: Path) -> list[Path]:
-    """Writes the pictures of the run into `out`; their paths."""
-    from hookkit import plotting  # matplotlib, only for pictures
-
-    run, stats = learn.run_record(), learn.activation_stats
-    record = stats.record()
-    by_values = {k: v for k, v in record.values.items() if k not in ("dead", "dormant")}
-    pictures = {
-        "run": plotting.plot_run(run),
-        "loss": plotting.plot_loss(run),
-        "colorful_dimension": plotting.color_dim(record),
-        "means_and_stds": plotting.plot_stats(record),
-        "near_zero": plotting.plot_dead(replace(record, values=by_values)),
-        "dead_units": plotting.plot_dead(record),
-        "depth": plotting.plot_depth(run),
-        "updates": plotting.plot_updates(run),
-    }
-    for i, name in enumerate(record.names):
-        pictures[f"layer_{i:02d}_{name}"] = plotting.plot_layer_stats(record, name)
-    return [plotting.save(picture, out / f"{name}.png") for name, picture in pictures.items()]
-
-
-def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line's options; a bad value ends the program with a line and exit code 2."""
-    p = argparse.ArgumentParser(prog="python -m hookkit.demo", description=__doc__.splitlines()[0])
-    p.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the pictures")
-    p.add_argument("--epochs", type=int, default=8, help="passes over the training digits")
-    p.add_argument("--seed", type=int, default=42, help="of the split, the weights, the order")
-    p.add_argument("--device", default=accelerator(), help="cpu, cuda, cuda:<n>, mps or xpu")
-    o = p.parse_args(argv)
-    if o.epochs < 1:
-        p.error(f"--epochs {o.epochs}: give 1 or more")
-    try:
-        torch.empty(0, device=o.device)
-    except (RuntimeError, AssertionError) as error:
-        p.error(f"--device {o.device}: {str(error).splitlines()[0]}")
-    try:
-        o.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        p.error(f"--out {o.out}: {error.strerror}. Name a folder to write into")
-    return o
+def lines_of_last(record: Record, of: Sequence[str] = ("mean", "std", "near_zero")) -> list[str]:
+    """The last recorded step as lines: a heading, then three statistics of each layer."""
+    width = max(map(len, record.labels))
+    lines = [" ".join([f"{'layer':{width}}", *(f"{name:>10}" for name in of)])]
+    for row, name in enumerate(record.labels):
+        values = [f"{record.value(statistic, row)[-1]:>10.3f}" for statistic in of]
+        lines.append(" ".join([f"{name:{width}}", *values]))
+    return lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, print, draw; the exit code."""
-    opts = options(argv)
+    p = argparse.ArgumentParser(prog="python -m hookkit.demo", description=__doc__.splitlines()[0])
+    p.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the report")
+    p.add_argument("--epochs", type=int, default=8, help="passes over the training digits")
+    p.add_argument("--seed", type=int, default=42, help="of the split, the weights, the order")
+    p.add_argument("--device", default=accelerator(), help="cpu, cuda, cuda:<n>, mps or xpu")
+    opts = p.parse_args(argv)
+    if opts.epochs < 1:
+        p.error(f"--epochs {opts.epochs}: give 1 or more")
+    opts.out.mkdir(parents=True, exist_ok=True)
     learn = train(opts.epochs, opts.seed, opts.device)
     print(learn.summary())
     print(f"\nThe last of {len(learn.activation_stats.stats)} recorded steps:\n")
-    print(learn.activation_stats.stats[-1])
+    print("\n".join(lines_of_last(learn.activation_stats.record())))
     print(f"\nDiagnosis: {learn.diagnose()}")
-    pictures = draw(learn, opts.out)
     report = learn.report(opts.out / "report.html")
+    learn.plot().savefig(opts.out / "run.png", dpi=150)
     print(f"\nValidation accuracy: {learn.recorder.values[-1][-1]:.1%}")
-    print(f"{len(pictures)} pictures and {report.name} are in {opts.out}")
+    print(f"{report.name}, with all pictures, and run.png are in {opts.out}")
     return 0
 
 

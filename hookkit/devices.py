@@ -1,21 +1,13 @@
-"""What differs between devices: which float is the widest, and which copies need no waiting.
-
-By `torch.accelerator` and `torch.Event`, which are the same for CUDA, ROCm, XPU and others. CUDA is
-what the tests ran on. Apple's MPS and Intel's XPU are served by the same lines, untested.
-"""
+"""What differs between devices: the widest float, copies that need no waiting, the accelerator."""
 
 import torch
 from torch import Tensor
 
 WITHOUT_FLOAT64 = frozenset(("mps",))
 
-# In PyTorch 2.11 to 2.13 pinned memory of MPS reports itself as on the device, and copies that are
-# not waited for can give other values. The memory is shared, so that little is lost.
-_COPIES_AT_ONCE = frozenset(("cpu", "meta", "mps"))
-
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """float64, and float32 where a device has no float64.
+    """float64, and float32 where a device has no float64, as Apple's MPS.
 
     >>> widest_float(torch.device("mps")), widest_float(torch.device("cpu"))
     (torch.float32, torch.float64)
@@ -41,7 +33,8 @@ def sent(t: Tensor) -> tuple[Tensor, torch.Event | None]:
     >>> sent(torch.ones(2))
     (tensor([1., 1.]), None)
     """
-    if t.device.type in _COPIES_AT_ONCE:
+    # in PyTorch 2.11 to 2.13 copies from MPS that are not waited for can give other values
+    if t.device.type in ("cpu", "meta", "mps"):
         return t.to("cpu", copy=True), None
     host = torch.empty_like(t, device="cpu", pin_memory=True)
     host.copy_(t, non_blocking=True)

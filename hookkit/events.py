@@ -91,21 +91,6 @@ CANCELS: dict[str, type[Exception]] = {
 }
 """Part of a fit → the exception that ends it. All of them are control flow, not failures."""
 
-SKIPS: dict[str, tuple[str, ...]] = {
-    "fit": ("the rest of the epoch", "all further epochs"),
-    "epoch": ("the rest of training", "validation"),
-    "train": ("all further training batches",),
-    "validate": ("all further validation batches",),
-    "batch": ("the rest of prediction, loss, backward and step", "zero_grad"),
-    "backward": ("loss.backward()",),
-    "step": ("opt.step()",),
-}
-"""Part of a fit → what its `Cancel…Exception` leaves out, when raised as the part begins.
-
-Raised later, it skips the rest: `CancelBatchException` in `after_loss` skips
-backward, step and zero_grad. `after_cancel_<part>` and `after_<part>` fire in every case.
-"""
-
 CANCEL_EXCEPTIONS: tuple[type[Exception], ...] = tuple(CANCELS.values())
 """For an `except` clause that lets control flow pass."""
 

@@ -1,8 +1,8 @@
 """A model's inner outputs as an ordinary module, which runs the model only as far as needed.
 
 Each call puts hooks on the wanted layers, runs the model, and removes them. What it collects
-belongs to that call: threads do not interfere, and copies, pickles and state dicts hold nothing of
-it. Layers are known by name, so a copy extracts from its own model.
+belongs to that call: copies, pickles and state dicts hold nothing of it. Layers are known by name,
+so a copy extracts from its own model.
 
 Builds on `Wrapper` (the state dict has the model's own keys) and on `attach`. Not on `Hooks`: only
 the first call of a layer is wanted, and outputs keep their graph without being copied.
@@ -10,25 +10,25 @@ the first call of a layer is wanted, and outputs keep their graph without being 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import get_ident
-from types import GeneratorType
 from typing import Any
 from warnings import warn
 
 import torch
 from torch import Tensor, nn
 
-from hookkit.checks import check_choice, check_flag
-from hookkit.errors import HookError, NeverFiredWarning
+from hookkit.checks import check_flag
+from hookkit.errors import NeverFiredWarning
+from hookkit.hooks.attach import Handle, attach, check_hookable
 from hookkit.hooks.block import StopForward
+from hookkit.hooks.calls import is_exporting
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.entries import Handle, attach, check_hookable, in_thread, is_exporting, part_at
+from hookkit.hooks.fronts import in_thread, tap
+from hookkit.hooks.parts import part_at
 from hookkit.hooks.snapshot import aliases_user_memory, inputs_and_buffers, snapshot
-from hookkit.hooks.taps import tap
-from hookkit.interrupts import block
-from hookkit.modules import can_run, find
+from hookkit.modules import find
 from hookkit.nested import tmap
 from hookkit.selecting import Selector, select
 from hookkit.swapping import Wrapper
@@ -38,7 +38,6 @@ def feature_extractor(
     model: nn.Module,
     *what: Selector,
     detach: bool = False,
-    keep: str = "first",
     stop: bool = True,
 ) -> FeatureExtractor:
     """A module that gives the outputs of the layers `what` of `model`, as a dict by name.
@@ -53,19 +52,16 @@ def feature_extractor(
         what: layers as in `select`: names, globs, leaf paths (`"lstm[1][0]"`), classes, and dicts
             that name the features: `{"layer2": "h"}`.
         detach: gives detached tensors; by default gradients flow through the features.
-        keep: for layers that are called several times, the `"first"` call's output, the `"last"`
-            one's, or a list of `"all"`; with these two the whole model runs.
         stop: False lets the whole model run in any case.
 
     Returns:
-        A `FeatureExtractor`. Later in-place operations of the model do not change the features
-        (copy-on-write on the CPU, a copy elsewhere). A layer that was not reached gives None, and
-        a `NeverFiredWarning`. If the model returns a generator, it is run to its end.
+        A `FeatureExtractor`. Of a layer that is called several times it gives the first output;
+        later in-place operations of the model do not change it (copy-on-write on the CPU, a copy
+        elsewhere). A layer that was not reached gives None, and a `NeverFiredWarning`.
 
     Raises:
         SelectionError: no such layer.
-        HookError: a wanted module never runs, or is scripted.
-        OptionError: `keep` is none of the three.
+        HookError: a wanted module is scripted.
         ArgumentError: `detach` or `stop` is neither True nor False.
 
     >>> lenet = nn.Sequential(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.Conv2d(6, 16, 5), nn.Flatten())
@@ -74,16 +70,10 @@ def feature_extractor(
     torch.Size([1, 16, 20, 20])
     """
     chosen = select(model, *what)
-    for name, module in chosen.items():
+    for module in chosen.values():
         check_hookable(module, "feature_extractor")
-        if not can_run(module):
-            cure = f'its entries: "{name}.*"' if module._modules else "the module around it"
-            raise HookError(
-                f'feature_extractor: "{name}" is a {type(module).__name__}, which is never called '
-                f"and has no output. Select {cure}."
-            )
     wanted = {key: (pick.name, pick.leaf) for key, pick in chosen.picks.items()}
-    return FeatureExtractor(model, wanted, detach=detach, keep=keep, stop=stop)
+    return FeatureExtractor(model, wanted, detach=detach, stop=stop)
 
 
 class FeatureExtractor(Wrapper):
@@ -100,13 +90,11 @@ class FeatureExtractor(Wrapper):
         wanted: dict[str, tuple[str, str]],
         *,
         detach: bool = False,
-        keep: str = "first",
         stop: bool = True,
-    ):
+    ) -> None:
         super().__init__(wrapped)
         who, hint = "feature_extractor", "Layers come first: feature_extractor(model, name)."
         self.wanted, self.detach = wanted, check_flag(who, "detach", detach, hint)
-        self.keep = check_choice(who, "keep", keep, ("first", "last", "all"))
         self.stop = check_flag(who, "stop", stop, hint)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -119,9 +107,7 @@ class FeatureExtractor(Wrapper):
 
     def _extract(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         with _collecting(self) as call:
-            output = self.wrapped(*args, **kwargs)
-            if isinstance(output, GeneratorType):
-                deque(output, maxlen=0)
+            self.wrapped(*args, **kwargs)
         return call.features()
 
     def extra_repr(self) -> str:
@@ -130,7 +116,7 @@ class FeatureExtractor(Wrapper):
         return ", ".join(p if p == key else f"{key} = {p}" for key, p in paths.items())
 
 
-@block
+@contextmanager
 def _collecting(extractor: FeatureExtractor) -> Iterator[_Call]:
     """Hooks on the wanted layers during the `with` block, which ends quietly at their stop."""
     call, model = _Call(extractor), extractor.wrapped
@@ -148,23 +134,23 @@ def _collecting(extractor: FeatureExtractor) -> Iterator[_Call]:
 
 
 class _Call:
-    """What one call of an extractor has collected so far."""
+    """What one call of an extractor has collected so far, by name."""
 
-    def __init__(self, extractor: FeatureExtractor):
-        self.keep = extractor.keep
-        self.detach = extractor.detach
+    def __init__(self, extractor: FeatureExtractor) -> None:
+        self.detach, self.wanted = extractor.detach, extractor.wanted
         # torch.export needs the whole forward; operations without a use fall out of its graph
-        self.stop = extractor.stop and extractor.keep == "first" and not is_exporting()
-        self.found: dict[str, list[Any]] = {key: [] for key in extractor.wanted}
-        self.n_missing = len(self.found)
-        self.thread, self.elsewhere = get_ident(), False
+        self.stop = extractor.stop and not is_exporting()
+        self.values: dict[str, Any] = {}
+        self.thread: int = get_ident()
         self.handles: list[Handle] = []
 
     def attach(self, module: nn.Module, key: str, leaf: str) -> None:
         """Puts a hook on `module` that stores its output, or the part of it at `leaf`."""
 
         def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self.see(key, leaf, output, inputs_and_buffers(module, args, kwargs))
+            # another thread's call of the same model, in a call of its own or in none
+            if in_thread(self.thread) and key not in self.values:
+                self.add(key, leaf, output, inputs_and_buffers(module, args, kwargs))
 
         self.handles.append(attach(module, see))
 
@@ -175,47 +161,30 @@ class _Call:
         for handle in self.handles:
             handle.remove()
 
-    def see(self, key: str, leaf: str, output: Any, given: Any) -> None:
+    def add(self, key: str, leaf: str, output: Any, inputs: Any) -> None:
         """Stores what is wanted of `output`, and ends the forward if nothing else is missing."""
-        found = self.found[key]
-        if not in_thread(self.thread):
-            self.elsewhere = True
-            return
-        if found and self.keep == "first":
-            return
-        self.n_missing -= not found
-        if self.keep == "last":
-            found.clear()
-        part = part_at(output, leaf, "feature_extractor", lambda: f'"{key}"')
 
         def own(t: Tensor) -> Tensor:  # later in-place operations do not change it
             if self.detach:
-                return snapshot(t, given)
-            return t.clone() if aliases_user_memory(t, given) else tap(t)
+                return snapshot(t, inputs)
+            return t.clone() if aliases_user_memory(t, inputs) else tap(t)
 
-        found.append(tmap(own, part))
-        if self.stop and not self.n_missing:
+        part = part_at(output, leaf, "feature_extractor", lambda: f'"{key}"')
+        self.values[key] = tmap(own, part)
+        if self.stop and len(self.values) == len(self.wanted):
             self.stop = False  # once: if the model swallows it, other forward passes still end
             raise StopForward(self)
 
     def features(self) -> dict[str, Any]:
-        """What was collected, by name; None, with a warning, for layers that did not run."""
-        if missing := [key for key, found in self.found.items() if not found]:
+        """What was collected; None, with a warning, for layers that did not run."""
+        if missing := [key for key in self.wanted if key not in self.values]:
             shown = ", ".join(f'"{key}"' for key in missing[:5]) + (" …" if missing[5:] else "")
-            if self.elsewhere:
-                why = "ran only in other threads"
-                cure = "In DataParallel, wrap the extractor: DataParallel(feature_extractor(…))."
-            else:
-                why = "were not reached by this input"
-                cure = (
-                    "Leave them out, or see which layers this input runs with print_sizes(model)."
-                )
             warn(
-                f"feature_extractor: {len(missing)} of {len(self.found)} layers {why}: {shown}. "
-                f"The whole model ran, and they are None. {cure}",
+                f"feature_extractor: {len(missing)} of {len(self.wanted)} layers were not reached "
+                f"by this input, in this thread: {shown}. The whole model ran, and they are None. "
+                "Leave them out, or see which layers this input runs with print_sizes(model). "
+                "DataParallel runs threads of its own: wrap the extractor in it.",
                 NeverFiredWarning,
                 stacklevel=5,
             )
-        if self.keep == "all":
-            return dict(self.found)
-        return {key: found[-1] if found else None for key, found in self.found.items()}
+        return {key: self.values.get(key) for key in self.wanted}

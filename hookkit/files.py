@@ -1,32 +1,25 @@
-"""`atomic_write`: a file is replaced as a whole, or not at all; `append_lines` adds to one, which
-`cut_to` takes back.
-
-All files that hookkit writes are written through these. Builds on `interrupts`.
-"""
+"""Files that are written whole: `atomic_write` replaces one, `append_lines` adds to one."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_IMODE
 from typing import IO, Any
 
-from hookkit.interrupts import block
 
-
-@block
+@contextmanager
 def atomic_write(path: str | Path, *, text: bool = False) -> Iterator[IO[Any]]:
     """A file to write to, which becomes `path` at the end of the `with` block.
 
-    Until then it is `.hookkit-….tmp` in the same folder. After an error or Ctrl-C it is removed and
-    the file at `path` is unchanged; a process that is killed leaves it there. Missing parent
-    folders are made, a symbolic link is followed, an existing file keeps its permissions. What is
-    no regular file (a pipe, `/dev/stdout`) is written to directly.
+    Until then it is `.hookkit-….tmp` in the same folder. After an error it is removed and the file
+    at `path` is unchanged; a process that is killed leaves it there. Missing parent folders are
+    made, a symbolic link is followed, an existing file keeps its permissions. What is no regular
+    file (`/dev/stdout`) is written to directly.
 
     Args:
         path: of the file.
@@ -73,7 +66,7 @@ def append_lines(path: str | Path, lines: Iterable[str]) -> None:
     """Adds lines to a text file, each by one write: a killed process leaves whole lines.
 
     Missing parent folders and the file are made. If the file ends within a line, a new one is
-    begun first. After an error the file ends as before.
+    begun first.
 
     Raises:
         OSError: as `open` does: a folder that cannot be written to, a full disk.
@@ -93,57 +86,16 @@ def append_lines(path: str | Path, lines: Iterable[str]) -> None:
         try:
             for line in lines:
                 data = start + line.encode() + b"\n"
+                if file.write(data) < len(data):  # a full disk takes a part of it
+                    raise OSError(28, "No space left on device", str(path))
                 start = b""
-                while data:  # a full disk takes a part of it first
-                    data = data[file.write(data) :]
-        except BaseException as error:
+        except BaseException:
             file.truncate(end)
-            if isinstance(error, OSError):
-                error.filename = str(path)
             raise
 
 
-def end_of(path: Path) -> list[int]:
-    """Where a file ends: its size, and a check sum of its name and of what comes before; [] if it
-    cannot be read. A file that is not there has size 0.
-    """
-    with suppress(OSError):
-        if not path.exists():
-            return [0, _check_sum(path, b"")]
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            return [size, _check_sum(path, _before(file, size))]
-    return []
-
-
-def cut_to(path: Path, end: list[int]) -> None:
-    """Takes away what was added to a file since `end_of` gave `end`; nothing of another file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    if end and path.exists():
-        with path.open("r+b") as file:
-            if _check_sum(path, _before(file, end[0])) == end[1]:
-                file.truncate(end[0])
-
-
-def _before(file: IO[bytes], size: int) -> bytes:
-    file.seek(start := max(size - 4096, 0))
-    return file.read(size - start)
-
-
-def _check_sum(path: Path, text: bytes) -> int:
-    return zlib.crc32(path.name.encode() + text)
-
-
 def check_zip(file: IO[bytes]) -> None:
-    """Raises unless each part of a zip file has its check sum, which few readers look at.
-
-    Raises:
-        ValueError: one has another.
-        Exception: of many kinds, if it is no whole zip file.
-    """
+    """Raises ValueError unless each part of a zip file has its check sum."""
     with zipfile.ZipFile(file) as parts:
         if (bad := parts.testzip()) is not None:
             raise ValueError(f"{bad} has another check sum")

@@ -15,12 +15,10 @@ from html import escape
 from typing import Any
 
 # The one-letter classes are those of a summary's tree, whose HTML has thousands of such cells:
-# g grid row, h heading, l label, n number, s soft, b badge, x failure, w cell with a bar, k key of
-# the bar, o and c what is shown while a container is open or closed.
+# g grid row, h heading, l label, n number, s soft, b badge, x failure.
 STYLE = """<style>
 .hk{--soft:color-mix(in srgb,currentColor 70%,transparent);
 --line:color-mix(in srgb,currentColor 14%,transparent);
---bar:color-mix(in srgb,#3b82f6 75%,transparent);
 --error:color-mix(in srgb,#f4554a 55%,currentColor);
 --warning:color-mix(in srgb,#e08a00 55%,currentColor);
 --note:color-mix(in srgb,#2f80ff 55%,currentColor);
@@ -47,20 +45,15 @@ white-space:nowrap}
 .hk .g{display:grid;column-gap:.9em;grid-template-columns:var(--cols);
 align-items:baseline;padding:.1em .3em;border-bottom:1px solid var(--line)}
 .hk .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.hk .s{color:var(--soft)} .hk i{color:var(--soft);font-style:normal}
+.hk .s{color:var(--soft)}
 .hk .b{border:1px solid var(--line);border-radius:.6em;padding:0 .45em;font-size:.85em;
 color:var(--soft);box-decoration-break:clone;-webkit-box-decoration-break:clone}
 .hk .x{color:var(--error);font-weight:600}
-.hk .w,.hk .k{background:linear-gradient(var(--bar),var(--bar)) right bottom/var(--w)
-4px no-repeat} .hk .w{display:block;padding-bottom:3px}
-.hk .k{display:inline-block;width:2em;height:4px;margin-right:.4em;vertical-align:middle;--w:100%}
 .hk summary.g{list-style:none} .hk summary.g::-webkit-details-marker{display:none}
 .hk summary .l::before{content:"▸";display:inline-block;width:1em;margin-left:-1em;
 color:var(--soft)}
 .hk details[open]>summary .l::before{content:"▾"}
 .hk .l{padding-left:calc(1em + var(--d)*1.1em)}
-.hk details[open]>summary .c{display:none} .hk details:not([open])>summary .o{display:none}
-.hk .o i{display:block}
 .hk summary.g:hover,.hk .r:hover{background:color-mix(in srgb,currentColor 6%,transparent)}
 .hk .h{color:var(--soft);border-bottom-color:var(--soft)}
 </style>"""
@@ -93,16 +86,6 @@ def terms(pairs: Iterable[tuple[str, str]]) -> str:
     '<dl><dt>fix</dt><dd>lr &lt; 0.1</dd></dl>'
     """
     return f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in pairs)}</dl>"
-
-
-def prose(sentences: Iterable[str], *, small: str) -> str:
-    """A paragraph for each sentence, and the small print below them.
-
-    >>> prose(["Fix: lr < 0.1."], small="Source: a paper.")
-    '<p>Fix: lr &lt; 0.1.</p><p class="s"><small>Source: a paper.</small></p>'
-    """
-    paragraphs = "".join(f"<p>{escape(text)}</p>" for text in sentences)
-    return f'{paragraphs}<p class="s"><small>{escape(small)}</small></p>'
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

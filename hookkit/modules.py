@@ -1,16 +1,12 @@
 """The modules of a model and their names: each name once, whatever wraps the model.
 
-PyTorch's `named_modules` hides the second name of a shared module, or walks a cyclic model for
-ever, and lets wrappers into the names (`_orig_mod.`, `module.`). Here a walk takes each edge of
-the module graph once, so it ends on any graph and stays linear, and it steps through wrappers
-without naming them. Only `_modules` is read: a module's `__getattr__`, `__len__` or
-`__iter__` is never called.
+PyTorch's `named_modules` hides the second name of a shared module and lets wrappers into the names
+(`_orig_mod.`, `module.`). Here a walk gives each place of a module, without what wrappers add.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, islice
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -23,9 +19,9 @@ from hookkit.checks import check_module
 # hold the module that they wrap. Without one of them, it would be part of all names inside.
 _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
-_WRAPPER_NAMES = ("DeepSpeedEngine",)  # classes of libraries that are not imported here
+# Classes of libraries that are not imported here.
+_WRAPPER_NAMES = ("DeepSpeedEngine",)
 _OBSERVERS = ("ObserverBase", "FakeQuantizeBase", "FakeQuantizerBase")  # torch.ao's and torchao's
-_MAX_NAMES = 64  # a net of shared blocks in shared blocks has exponentially many names
 
 
 def join(name: str, key: str) -> str:
@@ -37,29 +33,18 @@ def join(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-# Private by its name: `Module._modules`, key → child, since torch 0.1. The public
-# `named_children()` gives each child once; second names and places can be read nowhere else.
-def child_table(module: nn.Module) -> Mapping[str, nn.Module | None]:
-    """The module's own table of direct children: not to be changed."""
-    held: Mapping[str, nn.Module | None] | None = module.__dict__.get("_modules")
-    if held is None:  # of a traced module it is an attribute, no entry of its dict
-        held = getattr(module, "_modules", {})
-    return held
-
-
 def submodules(module: nn.Module) -> dict[str, nn.Module]:
     """The module's direct children as they are registered, wrappers included, without `None`."""
-    return {key: child for key, child in child_table(module).items() if child is not None}
+    # Private by its name: `Module._modules`, key → child, since torch 0.1. The public
+    # `named_children()` leaves out second names of a child. A scripted module's has `items` only.
+    return {key: child for key, child in module._modules.items() if child is not None}
 
 
 def inner_key(module: nn.Module) -> str | None:
     """The name under which a wrapper holds the module it wraps; None if it is no wrapper."""
-    held = child_table(module)
-    for key in _INNER:
-        if key in held:
-            return key
     wraps = isinstance(module, _WRAPPERS) or type(module).__name__ in _WRAPPER_NAMES
-    return "module" if wraps and "module" in held else None
+    keys = (*_INNER, "module") if wraps else _INNER
+    return next((key for key in keys if key in module._modules), None)
 
 
 def wrappers(model: nn.Module) -> list[nn.Module]:
@@ -122,8 +107,6 @@ def walk(
     `first` is False at the second and later places of a shared module, whose children are not
     walked again. Children of modules for which `into` is False are not walked at all.
 
-    Cost: one step per registered child.
-
     >>> shared = nn.ReLU()
     >>> [(name, first) for name, _, first in walk(nn.Sequential(shared, shared))]
     [('', True), ('0', True), ('1', False)]
@@ -139,37 +122,15 @@ def walk(
             stack += [(join(name, key), child) for key, child in children(module)][::-1]
 
 
-def all_names(model: nn.Module, module: nn.Module) -> list[str]:
-    """Every dotted name of `module` in `model` (at most 64), in walking order."""
-    parents: dict[int, list[tuple[int, str]]] = {}
-    for _, parent, first in walk(model):
-        for key, child in children(parent) if first else ():
-            parents.setdefault(id(child), []).append((id(parent), key))
-    root = id(unwrap(model))
-
-    def names(i: int, below: frozenset[int]) -> Iterator[str]:
-        if i == root:
-            yield ""
-            return
-        for parent, key in parents.get(i, ()):
-            if parent not in below:
-                yield from (join(name, key) for name in names(parent, below | {i}))
-
-    return list(islice(names(id(module), frozenset()), _MAX_NAMES))
-
-
 def find(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
     """`(canonical name, module)` of a dotted name, None if there is none such.
 
     Parts that wrappers add to names (`_orig_mod`, `module`) are skipped where no child has such a
     name, so names from a wrapped model are valid for the bare one.
-
-    Cost: one dictionary look-up per part of the name.
     """
     at, module = "", unwrap(model)
     for key in name.split(".") if name else ():
-        held = child_table(module)
-        child = held[key] if key in held else None  # noqa: SIM401 - scripted tables have no get
+        child = module._modules[key] if key in module._modules else None  # noqa: SIM401 - scripted
         if child is not None:
             at, module = join(at, key), unwrap(child)
         elif key not in (*_INNER, "module"):
@@ -184,76 +145,38 @@ def can_run(module: nn.Module) -> bool:
     modules, which refuse hooks, and for the output projection of `nn.MultiheadAttention`, which
     reads its weights and never calls it.
     """
-    if isinstance(module, NonDynamicallyQuantizableLinear):
-        return False
-    if isinstance(module, torch.jit.ScriptModule):
+    if isinstance(module, (NonDynamicallyQuantizableLinear, torch.jit.ScriptModule)):
         return type(module).__name__ == "TopLevelTracedModule"
-    if "forward" in module.__dict__:
-        return True
-    forward = next(c.__dict__["forward"] for c in type(module).__mro__ if "forward" in c.__dict__)
-    return forward is not nn.Module.__dict__["forward"]
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def calls_children(module: nn.Module) -> bool:
-    """False for modules that never call the ones inside: scripted ones and attention.
-
-    `nn.MultiheadAttention` reads the weights of its `out_proj` and never calls it.
-    """
+    """False for modules that never call the ones inside: scripted ones and attention."""
     return not isinstance(module, nn.MultiheadAttention | torch.jit.ScriptModule)
 
 
 def is_observer(module: nn.Module) -> bool:
-    """True for a module that quantization puts into a layer to observe its values, or round them.
-
-    A Linear that is trained for int8 holds two of them, and is still a leaf. Its observers see what
-    the layer returns; an observer inside an observer is never called.
-    """
+    """True for a module that quantization puts into a layer to observe or round its values."""
     return any(base.__name__ in _OBSERVERS for base in type(module).__mro__)
 
 
-def is_leaf(module: nn.Module) -> bool:
-    """True if the module runs and no module inside it does, except observers of quantization."""
-    inside = (m for _, m, _ in walk(module, calls_children) if m is not module)
-    return can_run(module) and not any(can_run(m) and not is_observer(m) for m in inside)
+# Until the other rooms use them no more: `Parts` (a model whose parts are exchanged in a training)
+# and `edges` (each registration of a module).
+
+
+class Parts:
+    """The modules of `model` as they are now; `changed()` compares them with those of then."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = [m._modules for m in model.modules() if isinstance(m._modules, dict)]
+        self._held = [[*table.values()] for table in self._tables]
+
+    def changed(self) -> bool:
+        """Whether a module was added, exchanged, moved or taken out since."""
+        return [[*table.values()] for table in self._tables] != self._held
 
 
 def edges(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """`(parent, key, child)` for each registration in the model, wrappers and their inside too."""
-    seen: set[int] = set()
-    stack = [model]
-    while stack:
-        parent = stack.pop()
-        if id(parent) not in seen:
-            seen.add(id(parent))
-            held = submodules(parent)
-            yield from ((parent, key, child) for key, child in held.items())
-            stack += [*held.values()][::-1]
-
-
-class Parts:
-    """The modules of `model` as they are now.
-
-    Models grow, and have parts exchanged, while they train. A walk at each recorded step is too
-    slow; what is compared is only the tables of children, by Python's own list equality (20 µs for
-    120 modules, cold caches apart).
-
-    >>> net = nn.Sequential(nn.Linear(2, 2))
-    >>> parts = Parts(net)
-    >>> parts.changed()
-    False
-    >>> net[0] = nn.Linear(2, 2)
-    >>> parts.changed()
-    True
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        tables = (child_table(module) for module in model.modules())
-        self._tables = [table for table in tables if isinstance(table, dict)]  # not a script's
-        self._held = self._now()
-
-    def _now(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(dict.values, self._tables)))
-
-    def changed(self) -> bool:
-        """Whether a module was added, exchanged, moved or taken out since."""
-        return self._now() != self._held
+    for parent in model.modules():
+        yield from ((parent, key, child) for key, child in submodules(parent).items())

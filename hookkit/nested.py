@@ -1,13 +1,9 @@
 """What a module takes and returns: its tensors listed, named, mapped, picked and described.
 
-Containers are tuple, namedtuple, `torch.return_types.*`, list, deque, dict and other mappings
-(Hugging Face's ModelOutput too), dataclasses, PackedSequence and `Inputs`. Each keeps its type;
-anything else is passed on by reference.
-
-All of it is a few lines on `parts_of` and `rebuilt`, which take a container apart and put it
-together again. `torch.utils._pytree` knows no dataclasses and costs 7 µs on a bare tensor.
-Builds on `errors`. The file is longer than 300 lines, since taking apart, rebuilding and paths must
-agree on what a container is.
+Containers are tuples, namedtuples, lists, deques, dicts and other mappings (Hugging Face's
+ModelOutput too), dataclasses, PackedSequence and `Inputs`. Each keeps its type; anything else is
+passed on by reference. All of it is built on `parts_of` and `rebuilt`, which take a container apart
+and put it together again.
 """
 
 from __future__ import annotations
@@ -16,19 +12,16 @@ import copy
 import dataclasses
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from operator import is_
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from hookkit.errors import HookError
-
 PLAIN = frozenset((int, float, bool, str, bytes, type(None), complex))
-"""Types that hold no tensor: the walk ends there without looking further."""
+"""Types that hold no tensor."""
 
-_STEP = re.compile(r"\.\w+|\[-?\d+\]|\['[^']*'\]|\[\"[^\"]*\"\]")  # of a path: .h, [0], ['x']
+_STEP = re.compile(r"""\.(\w+)|\[(-?\d+)\]|\['([^']*)'\]|\["([^"]*)"\]""")  # .h, [0], ['x']
 
 
 class Inputs(tuple[Any, ...]):
@@ -64,9 +57,6 @@ class Inputs(tuple[Any, ...]):
         return f"Inputs({', '.join(parts)})"
 
 
-# Containers: taken apart, and put together again.
-
-
 def parts_of(x: Any) -> list[tuple[str, Any]]:
     """The children of container `x` as (path step, child); empty for what is not a container."""
     kind = type(x)
@@ -74,111 +64,61 @@ def parts_of(x: Any) -> list[tuple[str, Any]]:
         return []
     if kind is tuple or kind is list:
         return [(f"[{i}]", v) for i, v in enumerate(x)]
-    if kind is dict:
-        return [(f"[{k!r}]", v) for k, v in x.items()]
     if isinstance(x, PackedSequence):
         return [(".data", x.data)]
-    return list(_parts_of_other(x))
+    if isinstance(x, Inputs):
+        return [(f"[{i}]", v) for i, v in enumerate(x)] + parts_of(x.kwargs)
+    if isinstance(x, (tuple, list, deque)):
+        names = getattr(x, "_fields", ())
+        return [(f".{names[i]}" if names else f"[{i}]", v) for i, v in enumerate(x)]
+    if isinstance(x, Mapping):
+        as_field = dataclasses.is_dataclass(x)
+        return [(f".{k}" if as_field else f"[{k!r}]", v) for k, v in x.items()]
+    if dataclasses.is_dataclass(x) and not isinstance(x, (type, nn.Module)):
+        names = [f.name for f in dataclasses.fields(x) if hasattr(x, f.name)]
+        return [(f".{name}", getattr(x, name)) for name in names]
+    return []
 
 
 def is_container(x: Any) -> bool:
     """Whether `parts_of` can take `x` apart, though it may be empty."""
-    return (
-        isinstance(x, (tuple, list, dict, deque, PackedSequence, Mapping))
-        or dataclasses.is_dataclass(x)
-    ) and not isinstance(x, (type, nn.Module))
-
-
-def _parts_of_other(x: Any) -> Iterator[tuple[str, Any]]:
-    """As `parts_of`, for subclasses and dataclasses."""
-    if isinstance(x, Inputs):
-        yield from ((f"[{i}]", v) for i, v in enumerate(x))
-        yield from ((f"[{k!r}]", v) for k, v in x.kwargs.items())
-    elif isinstance(x, (tuple, list, deque)):
-        names = _field_names(x)
-        paths = (f".{n}" if n else f"[{i}]" for i, n in enumerate(names))
-        yield from zip(paths, x, strict=True)
-    elif isinstance(x, Mapping):
-        as_attribute = dataclasses.is_dataclass(x)
-        yield from ((f".{k}" if as_attribute else f"[{k!r}]", v) for k, v in x.items())
-    elif dataclasses.is_dataclass(x) and not isinstance(x, (type, nn.Module)):
-        for field in dataclasses.fields(x):
-            if hasattr(x, field.name):
-                yield f".{field.name}", getattr(x, field.name)
-
-
-def _field_names(x: Any) -> list[str]:
-    """Field names of a namedtuple or `torch.return_types` value, else blanks."""
-    names = getattr(x, "_fields", None)
-    if names is None and hasattr(type(x), "n_sequence_fields"):  # C struct sequences
-        names = type(x).__match_args__
-    return list(names) if names and len(names) == len(x) else [""] * len(x)
+    kinds = (tuple, list, deque, PackedSequence, Mapping)
+    is_made_of_fields = dataclasses.is_dataclass(x) and not isinstance(x, (type, nn.Module))
+    return isinstance(x, kinds) or is_made_of_fields
 
 
 def rebuilt(x: Any, new: list[Any]) -> Any:
     """A container of the type of `x` whose children are `new`, in the order of `parts_of(x)`."""
     if type(x) in (tuple, list):
         return type(x)(new)
-    if type(x) is dict:
-        return dict(zip(x, new, strict=True))
     if isinstance(x, PackedSequence):
         return _packed(x, new[0])
     if isinstance(x, Inputs):
         return Inputs(new[: len(x)], dict(zip(x.kwargs, new[len(x) :], strict=True)))
     if isinstance(x, tuple):
         return type(x)._make(new) if hasattr(x, "_make") else type(x)(new)
-    if isinstance(x, (list, deque)):
-        made: Any = copy.copy(x)
-        made.clear()
-        made.extend(new)
-        return made
-    if isinstance(x, Mapping):
-        return _mapping(x, new)
-    made = copy.copy(x)
-    for (path, _), value in zip(parts_of(x), new, strict=True):
-        object.__setattr__(made, path[1:], value)  # frozen ones too; no __post_init__
-    return made
-
-
-def _packed(x: PackedSequence, data: Tensor) -> PackedSequence:
-    """Only `data` is a leaf; the index tensors follow it to its device."""
-    if not isinstance(data, Tensor):
-        raise TypeError(f"a PackedSequence holds a tensor, not {type(data).__name__}")
-    orders = [
-        None if i is None else i.to(data.device) for i in (x.sorted_indices, x.unsorted_indices)
-    ]
-    return PackedSequence(data, x.batch_sizes, *orders)
-
-
-def _mapping(x: Mapping[Any, Any], new: list[Any]) -> Any:
-    """A copy of mapping `x` with new values; those that are attributes too (ModelOutput) follow."""
-    if not hasattr(x, "__setitem__"):
+    if isinstance(x, Mapping) and not hasattr(x, "__setitem__"):
         return type(x)(dict(zip(x, new, strict=True)))  # type: ignore[call-arg]
     made: Any = copy.copy(x)
-    for key, value in zip(list(x), new, strict=True):
-        old = x[key]
-        made[key] = value
-        if isinstance(key, str) and getattr(made, "__dict__", {}).get(key) is old:
-            made.__dict__[key] = value
+    if isinstance(x, (list, deque)):
+        made.clear()
+        made.extend(new)
+    elif isinstance(x, Mapping):
+        for key, value in zip(list(x), new, strict=True):
+            made[key] = value
+            if isinstance(key, str) and key in getattr(made, "__dict__", ()):  # ModelOutput
+                made.__dict__[key] = value
+    else:
+        for (step, _), value in zip(parts_of(x), new, strict=True):
+            object.__setattr__(made, step[1:], value)  # frozen ones too; no __post_init__
     return made
 
 
-# The tensors in a structure: listed, named, mapped, described.
-
-
-def leaves(x: Any) -> list[Tensor]:
-    """The tensors in `x`, in order, not copied; one that appears twice is listed twice.
-
-    >>> import torch
-    >>> [t.shape[0] for t in leaves((torch.ones(2), {"a": torch.ones(3), "b": None}))]
-    [2, 3]
-    """
-    if isinstance(x, Tensor):
-        return [x]
-    try:
-        return [t for _, part in parts_of(x) for t in leaves(part)]
-    except RecursionError:
-        raise _endless(x) from None
+def _packed(x: PackedSequence, data: Any) -> PackedSequence:
+    """`x` with other data; the index tensors follow it to its device."""
+    device = data.device if isinstance(data, Tensor) else None
+    orders = [None if i is None else i.to(device) for i in (x.sorted_indices, x.unsorted_indices)]
+    return x._replace(data=data, sorted_indices=orders[0], unsorted_indices=orders[1])
 
 
 def named_leaves(x: Any, path: str = "") -> list[tuple[str, Tensor]]:
@@ -190,20 +130,29 @@ def named_leaves(x: Any, path: str = "") -> list[tuple[str, Tensor]]:
     """
     if isinstance(x, Tensor):
         return [(path, x)]
-    try:
-        return [pair for key, part in parts_of(x) for pair in named_leaves(part, path + key)]
-    except RecursionError:
-        raise _endless(x) from None
+    return [pair for step, part in parts_of(x) for pair in named_leaves(part, path + step)]
+
+
+def leaves(x: Any) -> list[Tensor]:
+    """The tensors in `x`, in order, not copied; one that appears twice is listed twice.
+
+    >>> import torch
+    >>> [t.shape[0] for t in leaves((torch.ones(2), {"a": torch.ones(3), "b": None}))]
+    [2, 3]
+    """
+    if isinstance(x, Tensor):
+        return [x]
+    return [t for _, part in parts_of(x) for t in leaves(part)]
 
 
 def tmap(f: Callable[[Tensor], Any], x: Any) -> Any:
     """`x` with `f(t)` in the place of every tensor `t`; containers keep their types.
 
-    A container in which `f` changed nothing is not rebuilt: it is the very same object.
+    A container in which nothing changed is the same object.
 
     >>> import torch
-    >>> tmap(lambda t: t + 1, {"a": torch.zeros(2), "n": 3})
-    {'a': tensor([1., 1.]), 'n': 3}
+    >>> tmap(lambda t: t.shape[0], (torch.ones(2), {"a": torch.ones(3), "b": None}))
+    (2, {'a': 3, 'b': None})
     """
     if isinstance(x, Tensor):
         return f(x)
@@ -211,25 +160,13 @@ def tmap(f: Callable[[Tensor], Any], x: Any) -> Any:
     if kind in PLAIN:
         return x
     if kind is tuple or (kind is Inputs and not x.kwargs):  # most calls: no paths are needed
-        new = [tmap(f, part) for part in x]
-        return x if all(map(is_, new, x)) else kind(new)
-    parts = parts_of(x)
-    if not parts:
+        old: list[Any] = list(x)
+    else:
+        old = [part for _, part in parts_of(x)]
+    new = [tmap(f, part) for part in old]
+    if all(a is b for a, b in zip(new, old, strict=True)):
         return x
-    try:
-        new = [tmap(f, part) for _, part in parts]
-    except RecursionError:
-        raise _endless(x) from None
-    if all(a is b for a, (_, b) in zip(new, parts, strict=True)):
-        return x
-    return rebuilt(x, new)
-
-
-def _endless(x: Any) -> HookError:
-    return HookError(
-        f"cannot list the tensors of this {type(x).__name__}: it holds itself, or is nested "
-        "hundreds of levels deep. Select a part of it by a leaf path, or hook another module."
-    )
+    return kind(new) if kind is tuple else rebuilt(x, new)
 
 
 def describe(x: Any) -> str:
@@ -241,29 +178,19 @@ def describe(x: Any) -> str:
     """
     if isinstance(x, Tensor):
         return f"nested {x.size(0)}×…" if x.is_nested else "×".join(map(str, x.shape)) or "scalar"
-    parts = parts_of(x)
-    if not parts and isinstance(x, (tuple, list, dict)):
-        return "()" if isinstance(x, tuple) else "[]" if isinstance(x, list) else "{}"
-    if not parts:
-        return repr(x) if type(x) in PLAIN and len(repr(x)) <= 20 else type(x).__name__
-    return _described(x, parts)
-
-
-def _described(x: Any, parts: list[tuple[str, Any]]) -> str:
+    parts, kind = parts_of(x), type(x)
     inner = [describe(part) for _, part in parts]
-    if type(x) is tuple:
-        return f"({inner[0]},)" if len(inner) == 1 else f"({', '.join(inner)})"
-    if type(x) is list:
+    if kind is dict:
+        return "{" + ", ".join(f"{k!r}: {s}" for k, s in zip(x, inner, strict=True)) + "}"
+    if kind is list:
         return f"[{', '.join(inner)}]"
-    if type(x) is dict:
-        pairs = (f"{k[1:-1]}: {s}" for (k, _), s in zip(parts, inner, strict=True))
-        return "{" + ", ".join(pairs) + "}"
+    if kind is tuple:
+        return f"({inner[0]},)" if len(inner) == 1 else f"({', '.join(inner)})"
+    if not parts:
+        return repr(x) if kind in PLAIN and len(repr(x)) <= 20 else kind.__name__
     names = ["" if re.fullmatch(r"\[\d+\]", k) else k.strip(".[]'") + "=" for k, _ in parts]
     body = ", ".join(n + s for n, s in zip(names, inner, strict=True))
-    return f"({body})" if type(x) is Inputs else f"{type(x).__name__}({body})"
-
-
-# One place in a structure, by a path as Python writes it: `[0].h['x']`.
+    return f"({body})" if kind is Inputs else f"{kind.__name__}({body})"
 
 
 def pick(x: Any, path: str) -> Any:
@@ -274,8 +201,12 @@ def pick(x: Any, path: str) -> Any:
     >>> pick({"a": (1, 2)}, "['a'][1]")
     2
     """
-    for step in _steps(path):
-        x = getattr(x, step[1:]) if step[0] == "." else x[_key(step[1:-1])]
+    if not is_path(path):
+        raise ValueError(f"cannot read the path {path!r}: write it as [0], .name or ['key']")
+    for field, number, key, other in _STEP.findall(path):
+        if isinstance(x, Tensor):  # `[0]` would be the first sample
+            raise LookupError(f"a tensor has no parts, and {path!r} asks for one")
+        x = getattr(x, field) if field else x[int(number)] if number else x[key or other]
     return x
 
 
@@ -290,51 +221,18 @@ def put(x: Any, path: str, value: Any) -> Any:
     if not path:
         return value
     pick(x, path)
-    step = _steps(path)[0]
-    parts = parts_of(x)
-    known = [k for k, _ in parts]
-    number = known.index(step) if step in known else _position(known, step)
-    new = [v for _, v in parts]
-    new[number] = put(new[number], path[len(step) :], value)
+    step: Any = _STEP.match(path)
+    keys, new = [key.strip(".[]'\"") for key, _ in parts_of(x)], [v for _, v in parts_of(x)]
+    name = step[0].strip(".[]'\"")  # `[0]` and `.h` can be two spellings of one place
+    at = keys.index(name) if name in keys else int(name)
+    new[at] = put(new[at], path[step.end() :], value)
     return rebuilt(x, new)
 
 
-def _position(known: list[str], step: str) -> int:
-    """The index in `known` of another spelling of a step: `[0]` for `.h`, `['h']` for `.h`."""
-    bare = [k.strip("[].'\"") for k in known]
-    name = step.strip("[].'\"")
-    number = bare.index(name) if name in bare else int(name)
-    return number if number >= 0 else number + len(known)
-
-
-def paths_of(x: Any) -> str:
-    """Where the tensors in `x` are, in words, for messages that name a wrong path.
-
-    >>> import torch
-    >>> paths_of((torch.ones(2), None, {"a": torch.ones(3)}))
-    "[0], [2]['a']"
-    """
-    if isinstance(x, Tensor):
-        return "it is one tensor, which needs none"
-    paths = [path for path, _ in named_leaves(x)]
-    return (", ".join(paths[:6]) + (", …" if paths[6:] else "")) or "it has no tensors"
-
-
 def is_path(path: str) -> bool:
-    """Whether `path` can be read: `[0]`, `.name`, `['key']`, or one after the other.
+    """Whether `pick` can read `path`.
 
     >>> is_path("[0].h['x']"), is_path("[0"), is_path("")
     (True, False, True)
     """
-    return "".join(_STEP.findall(path)) == path
-
-
-def _steps(path: str) -> list[str]:
-    steps = _STEP.findall(path)
-    if "".join(steps) != path:
-        raise ValueError(f"cannot read the path \"{path}\": write it as [0], .name or ['key']")
-    return steps
-
-
-def _key(text: str) -> Any:
-    return text[1:-1] if text[0] in "'\"" else int(text)
+    return _STEP.sub("", path) == ""

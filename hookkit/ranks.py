@@ -8,9 +8,10 @@ and reading what was recorded never waits. Builds on `nested`.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
 from threading import Timer
 from traceback import walk_tb
 from typing import Any, TypeVar
@@ -21,14 +22,13 @@ from torch import Tensor
 
 from hookkit.devices import accelerator
 from hookkit.errors import HookError
-from hookkit.interrupts import block
 from hookkit.nested import describe, leaves, named_leaves, tmap
 
 T = TypeVar("T")
 
 
 def is_distributed() -> bool:
-    """True inside a process group of at least two ranks."""
+    """Whether there is a process group of at least two ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -47,7 +47,7 @@ def this_rank() -> str:
     return f"rank {rank()} of {world_size()}" if is_distributed() else ""
 
 
-@block
+@contextmanager
 def together(doing: str, *, after_s: float = 10.0) -> Iterator[None]:
     """Around collectives: says on stderr that it waits, and who failed to come if one fails.
 
@@ -61,13 +61,16 @@ def together(doing: str, *, after_s: float = 10.0) -> Iterator[None]:
     if not is_distributed():
         yield
         return
-    timer = Timer(after_s, _say, [f"hookkit: {this_rank()} waits: every rank has to {doing}.\n"])
+    text = f"hookkit: {this_rank()} waits: every rank has to {doing}.\n"
+    timer = Timer(after_s, lambda: (sys.stderr.write(text), sys.stderr.flush()))
     timer.daemon = True
     timer.start()
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, HookError) or not _of_collective(error):
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        modules = [str(frame.f_globals.get("__name__")) for frame in frames]
+        if isinstance(error, HookError) or not any("torch.distributed" in m for m in modules):
             raise
         raise HookError(
             f"{this_rank()} waited for the other ranks: every rank has to {doing}. One of them has "
@@ -77,29 +80,17 @@ def together(doing: str, *, after_s: float = 10.0) -> Iterator[None]:
         timer.cancel()
 
 
-def _of_collective(error: RuntimeError) -> bool:
-    """Whether it was raised in a collective, and not by other code around it."""
-    modules = (f.f_globals.get("__name__", "") for f, _ in walk_tb(error.__traceback__))
-    return any(name.startswith("torch.distributed") for name in modules)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
-
-
 def gather(x: Any, names: Sequence[str] | None = None) -> Any:
     """`x` of all ranks, joined along dimension 0 in rank order; every rank gets the whole.
 
-    `x` is a tensor or any structure of tensors, whose batch sizes may differ from rank to rank;
-    scalars (0-d) become a vector with one entry for each rank. The result is detached, of the
-    dtype and on the device of `x`. Alone: `x` itself. Cost: two exchanges of names, structures,
-    dtypes and shapes, then one collective per tensor.
-
     Args:
-        x: what to join; a list as long as `names`, where they are given.
-        names: of the parts of `x`. They must be the same on all ranks: values are joined by
-            position, and two ranks may list the same layers in another order.
+        x: a tensor or any structure of tensors, whose batch sizes may differ from rank to rank; a
+            list as long as `names`, where they are given. Scalars become a vector of one a rank;
+            what is no tensor, such as a cache object, stays this rank's own.
+        names: of the parts of `x`, the same on all ranks: values are joined by position.
+
+    Returns:
+        `x` itself when alone; else detached, of the dtype and on the device of `x`.
 
     Raises:
         HookError: on every rank, if the names, structures, dtypes or inner shapes differ.
@@ -113,7 +104,10 @@ def gather(x: Any, names: Sequence[str] | None = None) -> Any:
     more = f" and {len(named) - 1} more" if len(named) > 1 else ""
     with together(f"read {named[0] if named else 'nothing'}{more}, gathered", after_s=1.0):
         check_alike(
-            list(zip(named, map(_joinable, parts), strict=True)),
+            [
+                (name, [(p, str(t.dtype), t.shape[1:], t.ndim) for p, t in named_leaves(part)])
+                for name, part in zip(named, parts, strict=True)
+            ],
             [f"{name}, {describe(part)}" for name, part in zip(named, parts, strict=True)],
             problem="gather: the ranks hold different values",
             cure="Values are joined by position, and only their first dimension may differ: give "
@@ -122,51 +116,40 @@ def gather(x: Any, names: Sequence[str] | None = None) -> Any:
         )
         lengths = gather_object([t.shape[0] if t.ndim else 1 for t in leaves(x)])
         each = iter(zip(*lengths, strict=True))
-        return tmap(lambda t: _gather_one(t, next(each)), x)
+        return tmap(lambda t: _on_wire(t.detach(), lambda w: _joined(w, next(each))), x)
 
 
-def _joinable(x: Any) -> list[Any]:
-    """What has to be the same of two structures whose tensors are joined."""
-    return [(path, str(t.dtype), t.ndim, tuple(t.shape[1:])) for path, t in named_leaves(x)]
-
-
-def alike(own: Any) -> bool:
-    """Whether `own` has the same `repr` on all ranks: one reduction of two numbers.
-
-    >>> alike(["fc", 3])
-    True
-    """
-    code = hashlib.blake2b(repr(own).encode(), digest_size=7).digest()
-    number = int.from_bytes(code, "big")
-    low, high = greatest(torch.tensor([-number, number], device="cpu")).tolist()
-    return bool(-low == high)
+def _joined(w: Tensor, sizes: Sequence[int]) -> Tensor:
+    """`w` of all ranks; batches of unequal size are padded to the largest, sent, and cut again."""
+    rows = w.contiguous().view(1) if w.ndim == 0 else w.contiguous()
+    padded = torch.cat([rows, rows.new_zeros(max(sizes) - len(rows), *rows.shape[1:])])
+    parts = [torch.empty_like(padded) for _ in sizes]
+    # as bytes, since gloo takes no int16 and no float8
+    as_bytes = [t.view(-1).view(torch.uint8) for t in (padded, *parts)]
+    dist.all_gather(as_bytes[1:], as_bytes[0])
+    return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)])
 
 
 def check_alike(own: Sequence[Any], texts: Sequence[str], *, problem: str, cure: str) -> None:
-    """Raises on every rank, or on none: `own` has to be the same on all of them.
+    """A HookError on every rank that shows the first item of `own` that differs between ranks.
 
     Called before collectives that join by position or need one shape: gloo ends the process where
-    shapes differ, and joins the wrong rows where names do. Cost: one reduction of two numbers;
-    where it finds a difference, all ranks' `own` and `texts`.
+    shapes differ, and joins the wrong rows where names do.
 
     Args:
-        own: this rank's names, shapes, dtypes, steps: picklable objects, compared by `==`, whose
-            `repr` shows all of them.
+        own: this rank's names, shapes, dtypes, steps, whose `repr` shows all of them.
         texts: each of `own` in a few words.
         problem: the operation and what is wrong; begins the message.
         cure: what to do; ends the message.
 
-    Raises:
-        HookError: `own` differs between ranks; shows the first item that does, for each rank.
-
     >>> check_alike([("fc", 3)], ["fc"], problem="merge: other layers", cure="Name the same.")
     """
-    if alike(list(own)):
+    if len(set(gather_object(blake2b(repr(list(own)).encode()).digest()))) == 1:
         return
     everyone = gather_object((list(own), list(texts)))
     for i in range(max(len(items) for items, _ in everyone)):
         if any(items[i : i + 1] != everyone[0][0][i : i + 1] for items, _ in everyone):
-            words = [found[i] if i < len(found) else "nothing" for _, found in everyone]
+            words = [known[i] if i < len(known) else "nothing" for _, known in everyone]
             each = "; ".join(f"rank {r}: {text}" for r, text in enumerate(words))
             raise HookError(f"{problem} ({each}). {cure}")
 
@@ -187,26 +170,15 @@ def gather_object(x: Any, group: Any = None) -> list[Any]:
 
 
 def union(own: Mapping[str, T]) -> dict[str, T]:
-    """The entries of all ranks' mappings, in one order on each; of a key the first one found.
-
-    A rank that has all keys sends them; then one that has others, until none has. So the bytes are
-    those of one mapping if the ranks' are alike, however many ranks there are.
+    """The entries of all ranks' mappings, in one order on each; of a key the first rank's.
 
     >>> union({"fc": "Linear"})
     {'fc': 'Linear'}
     """
-    if not is_distributed():
-        return dict(own)
-    found: dict[str, T] = {}
-    while True:
-        more = {key: value for key, value in own.items() if key not in found}
-        behind = world_size() - 1 - rank()  # of equally many the first rank's
-        most = int(greatest(torch.tensor(len(more) * world_size() + behind, device="cpu")))
-        if most < world_size():
-            return found
-        sent = [more]
-        dist.broadcast_object_list(sent, src=world_size() - 1 - most % world_size())
-        found |= sent[0]
+    whole: dict[str, T] = {}
+    for one in gather_object(dict(own)):
+        whole |= {key: value for key, value in one.items() if key not in whole}
+    return whole
 
 
 def total(t: Tensor) -> Tensor:
@@ -215,7 +187,7 @@ def total(t: Tensor) -> Tensor:
     >>> total(torch.tensor([1.0, 2.0]))
     tensor([1., 2.])
     """
-    return _reduced(t, "sum")
+    return _reduced(t, "SUM")
 
 
 def greatest(t: Tensor) -> Tensor:
@@ -224,81 +196,23 @@ def greatest(t: Tensor) -> Tensor:
     >>> greatest(torch.tensor([1.0, 2.0]))
     tensor([1., 2.])
     """
-    return _reduced(t, "max")
+    return _reduced(t, "MAX")
 
 
 def _reduced(t: Tensor, op: str) -> Tensor:
-    if not is_distributed() or not t.numel():
-        return t.detach().clone()
-
     def reduced(w: Tensor) -> Tensor:
-        w = w.contiguous().clone()
-        dist.all_reduce(w, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+        dist.all_reduce(w, getattr(dist.ReduceOp, op))
         return w
 
-    return _on_wire(t, reduced)
+    own = t.detach().clone(memory_format=torch.contiguous_format)
+    return _on_wire(own, reduced) if is_distributed() and t.numel() else own
 
 
-def _gather_one(t: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Batches of unequal size are padded to the largest, sent, and cut again."""
-    t = t.detach()
-    if t.ndim == 0:
-        return _on_wire(t, lambda w: torch.stack(_all_gather(w)))
-
-    def joined(w: Tensor) -> Tensor:
-        if len(w) < max(sizes):
-            w = torch.cat([w, w.new_zeros(max(sizes) - len(w), *w.shape[1:])])
-        return torch.cat([part[:n] for part, n in zip(_all_gather(w), sizes, strict=True)])
-
-    return _on_wire(t, joined)
-
-
-def _all_gather(w: Tensor) -> list[Tensor]:
-    w = w.contiguous()
-    parts = [torch.empty_like(w) for _ in range(world_size())]
-    # as bytes, since gloo takes no int16 and no float8
-    dist.all_gather([_bytes(part) for part in parts], _bytes(w))
-    return parts
-
-
-def _bytes(t: Tensor) -> Tensor:
-    return t.view(-1).view(torch.uint8)
-
-
-def _on_wire(t: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
-    """`f(t)` on the device that the group's backend can send from; the result where `t` was."""
-    w = t.detach()
+def _on_wire(w: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+    """`f(w)` on the device that the group's backend can send from; the result where `w` was."""
+    device = w.device
     if dist.get_backend() in ("nccl", "xccl") and w.is_cpu:
         w = w.to(torch.device(accelerator(), torch.accelerator.current_device_index()))
-    elif dist.get_backend() == "gloo" and not w.is_cpu:
+    elif dist.get_backend() == "gloo":
         w = w.cpu()
-    return f(w).to(t.device)
-
-
-def whole(x: Any) -> Any:
-    """`x` with each sharded tensor (a DTensor, of FSDP2) whole, on the CPU: every rank has to call.
-
-    Other tensors are as they are, and the same objects.
-
-    >>> t = torch.ones(2)
-    >>> whole({"w": t})["w"] is t
-    True
-    """
-    return tmap(lambda t: t.full_tensor().cpu() if hasattr(t, "full_tensor") else t, x)
-
-
-def sharded_as(t: Any, like: Any) -> Any:
-    """`t`, sharded as `like` is if that has the same shape: every rank has to call.
-
-    >>> t = torch.ones(2)
-    >>> sharded_as(t, torch.zeros(2)) is t
-    True
-    """
-    mesh = getattr(like, "device_mesh", None)
-    if mesh is None or not isinstance(t, Tensor) or hasattr(t, "device_mesh"):
-        return t
-    if t.shape != like.shape:
-        return t
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(t.to(like.device), mesh, like.placements)
+    return f(w).to(device)

@@ -5,13 +5,13 @@ call it, call it twice, call something else. `Wrapper` is the base class for tha
 calls, `GramWrapper` sums XᵀX.
 
 Builds on `select`, which finds the modules, and on `modules.edges`, which finds their places: each
-registration of a module is one, so a shared module is replaced everywhere. The wrappers share the
-(long) file with `swap`, since each of them is used through it.
+registration of a module is one, so a shared module is replaced everywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from warnings import warn
@@ -19,22 +19,22 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 
-from hookkit.checks import check_choice, check_flag, check_module
+from hookkit.checks import check_flag, check_module
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
+from hookkit.hooks.attach import recomputing
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.entries import in_jit_trace, recomputing
+from hookkit.hooks.fronts import in_jit_trace
+from hookkit.hooks.global_hooks import switch_fused_path
 from hookkit.hooks.snapshot import copied_containers, inputs_and_buffers, snapshot, unwrapped
-from hookkit.interrupts import block
 from hookkit.modules import edges, inner_key, unwrap
 from hookkit.nested import Inputs, describe, tmap
 from hookkit.selecting import select
 
 Replacement = nn.Module | Callable[[nn.Module], nn.Module]
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never called
 _Place = tuple[nn.Module, str, nn.Module, nn.Module]  # parent, key, original, replacement
 
 
-@block
+@contextmanager
 def swap(
     model: nn.Module, replacements: Mapping[Any, Replacement]
 ) -> Iterator[dict[str, nn.Module]]:
@@ -43,7 +43,8 @@ def swap(
     All are replaced or none, and the originals are restored when the block ends, also by an error.
     A shared module is replaced in each of its places, by one replacement. Modules that a model
     holds outside its registered children (in a plain list) are not replaced; a warning says so if
-    a `Catcher` or `GramWrapper` was never called. Compiled models run eagerly in the block.
+    a `Catcher` or `GramWrapper` was never called. Compiled models run eagerly in the block, and
+    PyTorch's transformer layers call their parts.
 
     Args:
         model: the model; its root cannot be replaced.
@@ -71,6 +72,7 @@ def swap(
     # public `setattr` and `register_module` run code of the user's class and cannot be undone.
     places, new = _planned(model, replacements)
     try:
+        switch_fused_path(places, on=True)  # it reads the weights of layers and calls none
         enter_eager(places)
         for parent, key, _, made in places:
             parent._modules[key] = made
@@ -81,9 +83,19 @@ def swap(
         raise
     finally:
         leave_eager(places)
+        switch_fused_path(places, on=False)
     if lost := _restore(places):
         raise HookError(lost)
-    _report_uncalled(new)
+    idle = [n for n, m in new.items() if isinstance(m, Catcher | GramWrapper) and not m.n_calls]
+    if idle:
+        shown = ", ".join(f'"{name}"' for name in idle[:5])
+        warn(
+            f"swap: never called: {shown} ({len(idle)} of {len(new)}). "
+            "The model did not run these layers, or it reads their weights without calling them, "
+            "or it holds them in a list: hook_outputs follows a module wherever it is called.",
+            NeverFiredWarning,
+            stacklevel=5,
+        )
 
 
 def _planned(
@@ -91,38 +103,12 @@ def _planned(
 ) -> tuple[list[_Place], dict[str, nn.Module]]:
     """Every place to change, and the replacements by name; nothing is changed yet."""
     cure = 'Write swap(model, {"layer1": Catcher}).'
-    check_module("swap", model, cure)
+    root = unwrap(check_module("swap", model, cure))
     if not isinstance(replacements, Mapping):
         raise ArgumentError(
             f"swap needs a dict {{what: replacement}}, found {type(replacements).__name__}. {cure}"
         )
-    ids, wanted = _matched(model, replacements)
-    held = [edge for edge in edges(model) if inner_key(edge[0]) != edge[1]]
-    new: dict[int, nn.Module] = {}
-    places = []
-    for parent, key, child in held:
-        if (i := id(unwrap(child))) in wanted:
-            name, replacement = wanted[i]
-            if i not in new:
-                new[i] = _made(name, child, replacement)
-            if isinstance(parent, torch.jit.ScriptModule):
-                raise HookError(
-                    f'swap: "{name}" is inside a scripted module, which cannot be changed. Swap in '
-                    f"the model that it was scripted from."
-                )
-            places.append((parent, key, child, new[i]))
-    return places, {name: new[i] for name, i in ids.items() if i in new}
-
-
-def _matched(
-    model: nn.Module, replacements: Mapping[Any, Replacement]
-) -> tuple[dict[str, int], dict[int, tuple[str, Replacement]]]:
-    """Name → id of its module, for each match; that id → the first name and the replacement.
-
-    A module that has two names can be matched by both, with the same replacement.
-    """
-    root = unwrap(model)
-    ids: dict[str, int] = {}
+    names: dict[str, nn.Module] = {}  # a module that has two names can be matched by both
     wanted: dict[int, tuple[str, Replacement]] = {}
     for what, replacement in replacements.items():
         for name, module in select(model, what).items():
@@ -132,64 +118,61 @@ def _matched(
                     "replacement instead of it, or swap modules inside."
                 )
             first, known = wanted.setdefault(id(module), (name, replacement))
-            if name in ids or known is not replacement:
+            if name in names or known is not replacement:
                 same = "" if first == name else f', which is the module "{first}"'
                 raise OptionError(
-                    f'swap: two entries match "{name}", {what!r} and one before it'
-                    f"{same}. Let one of them match it."
+                    f'swap: two entries match "{name}", {what!r} and one before it{same}. Let one '
+                    "of them match it."
                 )
-            ids[name] = id(module)
-    return ids, wanted
+            names[name] = module
+    new: dict[int, nn.Module] = {}
+    places = []
+    for parent, key, child in list(edges(model)):
+        if inner_key(parent) != key and (i := id(unwrap(child))) in wanted:
+            name, replacement = wanted[i]
+            if isinstance(parent, torch.jit.ScriptModule):
+                raise HookError(
+                    f'swap: "{name}" is inside a scripted module, which cannot be changed. Swap in '
+                    "the model that it was scripted from."
+                )
+            if i not in new:
+                new[i] = _made(name, child, replacement)
+            places.append((parent, key, child, new[i]))
+    return places, {name: new[id(m)] for name, m in names.items() if id(m) in new}
 
 
-def _made(name: str, original: nn.Module, replacement: Replacement) -> nn.Module:
+def _made(name: str, original: nn.Module, replacement: Any) -> nn.Module:
     """The module to put in the place of `original`: as given, or made from it, in its mode."""
     if isinstance(replacement, nn.Module):
         return replacement
-    _check_can_make(name, original, replacement)
+    kind, label = type(original).__name__, getattr(replacement, "__name__", repr(replacement))
+    if not callable(replacement):
+        raise ArgumentError(
+            f'swap: the replacement of "{name}" is of type {type(replacement).__name__}. Give a '
+            "module, or a function or class that makes one from the original, such as Catcher."
+        )
+    of_torch = getattr(replacement, "__module__", "").startswith("torch.nn.modules.")
+    if of_torch and replacement not in (nn.Sequential, nn.Identity):
+        raise ArgumentError(
+            f'swap: for "{name}" the class {label} would be called with the present layer, '
+            f"{label}({kind}), and it takes no layer. Give a module, {label}(…), or a function "
+            f"that makes one: lambda old: {label}(…)."
+        )
     try:
         made = replacement(original)
     except Exception as e:
-        by = f'the replacement of "{name}" ({type(original).__name__})'
-        e.add_note(f"hookkit: raised in swap by {by}")
+        e.add_note(f'hookkit: raised in swap by the replacement of "{name}" ({kind})')
         raise
     if not isinstance(made, nn.Module):
         raise ArgumentError(
-            f'swap: for "{name}" {getattr(replacement, "__name__", replacement)} made '
-            f"{type(made).__name__}, not a module. Return an nn.Module from it."
-        )
-    if isinstance(made, Wrapper) and isinstance(unwrap(original), _CONTAINERS):
-        raise HookError(
-            f'swap: "{name}" is a {type(original).__name__}, which the model never calls, so a '
-            f'{type(made).__name__} around it sees nothing. Swap its entries: "{name}.*".'
+            f'swap: for "{name}" {label} made {type(made).__name__}, not a module. Return an '
+            "nn.Module from it."
         )
     old = {id(m) for m in original.modules()}
     for m in made.modules():
         if id(m) not in old:
             m.training = original.training
     return made
-
-
-def _check_can_make(name: str, original: nn.Module, replacement: Any) -> None:
-    """Raises unless `replacement` is something that can make a module from the original."""
-    if not callable(replacement):
-        raise ArgumentError(
-            f'swap: the replacement of "{name}" is of type {type(replacement).__name__}. Give a '
-            f"module, or a function or class that makes one from the original, such as Catcher."
-        )
-    if isinstance(replacement, type) and _is_plain_layer(replacement):
-        layer = replacement.__name__
-        raise ArgumentError(
-            f'swap: for "{name}" the class {layer} would be called with the present layer, '
-            f"{layer}({type(original).__name__}), and it takes no layer. Give a "
-            f"module, {layer}(…), or a function that makes one: lambda old: {layer}(…)."
-        )
-
-
-def _is_plain_layer(kind: type) -> bool:
-    """True for a layer of torch's own that is not made from a module: `nn.GELU`, `nn.Linear`."""
-    torchs = kind.__module__.startswith("torch.nn.modules.")
-    return torchs and not issubclass(kind, (nn.Sequential, nn.Identity))
 
 
 def _restore(places: list[_Place]) -> str:
@@ -205,21 +188,8 @@ def _restore(places: list[_Place]) -> str:
         return ""
     return (
         f"swap: inside the block other code put another module in the place of {', '.join(lost)}, "
-        f"which was not changed. End blocks in the reverse order of their beginning."
+        "which was not changed. End blocks in the reverse order of their beginning."
     )
-
-
-def _report_uncalled(new: dict[str, nn.Module]) -> None:
-    idle = [n for n, m in new.items() if isinstance(m, Catcher | GramWrapper) and not m.n_calls]
-    if idle:
-        shown = ", ".join(f'"{name}"' for name in idle[:5]) + (" …" if len(idle) > 5 else "")
-        warn(
-            f"swap: never called: {shown} ({len(idle)} of {len(new)}). Either the model did not "
-            f"run these layers, or it holds them outside its registered children, in a list: "
-            f"hook_outputs follows a module wherever it is called.",
-            NeverFiredWarning,
-            stacklevel=6,
-        )
 
 
 class Wrapper(nn.Module):
@@ -303,7 +273,6 @@ class Catcher(Wrapper):
         wrapped: the module to call.
         detach: stores detached snapshots, which no later in-place operation changes (on the CPU
             copied only if one tries); False stores the live tensors with their graph.
-        keep: `"all"` calls, or only the `"last"`.
 
     Attributes:
         calls: a `Call` for each call, the inputs as they were before it. Calls that activation
@@ -316,10 +285,9 @@ class Catcher(Wrapper):
     torch.Size([2, 3])
     """
 
-    def __init__(self, wrapped: nn.Module, *, detach: bool = True, keep: str = "all"):
+    def __init__(self, wrapped: nn.Module, *, detach: bool = True) -> None:
         super().__init__(wrapped)
         self.detach = check_flag("Catcher", "detach", detach)
-        self.keep = check_choice("Catcher", "keep", keep, ("all", "last"))
         self.calls: list[Call] = []
 
     @property
@@ -334,8 +302,6 @@ class Catcher(Wrapper):
         given = inputs_and_buffers(self.wrapped, args, kwargs)
         inputs = self._stored(Inputs(args, kwargs), given)
         output = self.wrapped(*args, **kwargs)
-        if self.keep == "last":
-            self.calls.clear()
         self.calls.append(Call(inputs, self._stored(output, given)))
         return output
 
@@ -359,6 +325,9 @@ class GramWrapper(Wrapper):
         gram: (n_features, n_features), `dtype`, on the inputs' device; None before the first call.
         n_rows: how many rows were summed, so `gram / n_rows` is the second moment.
 
+    Raises:
+        OptionError: `wrapped` is a convolution, whose rows are not in the last dimension.
+
     >>> net = nn.Sequential(nn.Linear(3, 2))
     >>> with swap(net, {"0": GramWrapper}) as seen:
     ...     _ = net(torch.ones(5, 3))
@@ -366,19 +335,16 @@ class GramWrapper(Wrapper):
     (tensor([5., 5., 5.]), 5)
     """
 
-    def __init__(self, wrapped: nn.Module, *, dtype: torch.dtype = torch.float32):
+    def __init__(self, wrapped: nn.Module, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(wrapped)
-        # Private: `_ConvNd`, the base of all convolutions since torch 0.1. Without it their rows
-        # would be summed over the wrong dimension, and nothing would say so.
-        if isinstance(unwrap(wrapped), nn.modules.conv._ConvNd):
+        if hasattr(unwrap(wrapped), "kernel_size"):  # a convolution: silently wrong else
             raise OptionError(
                 f"GramWrapper sums over the last dimension of its inputs, and a "
                 f"{type(unwrap(wrapped)).__name__} has its channels in another. Derive from it, "
                 f"and call add(patches) with inputs unfolded to rows."
             )
-        self.dtype = dtype
+        self.dtype, self.n_rows = dtype, 0
         self.gram: Tensor | None = None
-        self.n_rows = 0
 
     @property
     def n_calls(self) -> int:

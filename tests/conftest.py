@@ -8,7 +8,6 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from zoo_base import Entry
 
 from hookkit.devices import accelerator
-from hookkit.moments.numba_loader import machine
 
 GOLDEN = Path(__file__).parent / "golden"
 DEVICE = os.environ.get("HOOKKIT_TEST_DEVICE") or accelerator()
@@ -117,20 +115,3 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text + "\n" == file.read_text()
 
     return check
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _by_numpy() -> Iterator[None]:
-    """CPU tensors are read by numpy: numba is not loaded, also by fixtures of a whole file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "found", None)
-        patch.setattr(machine, "load", lambda: None)
-        yield
-
-
-@pytest.fixture(params=["numpy", "numba"])
-def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU tensors are read by numpy, then by compiled loops."""
-    if request.param == "numba":
-        pytest.importorskip("numba")
-        monkeypatch.setattr(machine, "found", import_module("hookkit.moments.numba_kernels"))

@@ -13,7 +13,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from hookkit.attention import attention_weights
 from hookkit.editing import edit_function, scale
-from hookkit.errors import ArgumentError, HookError
+from hookkit.errors import HookError
 
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -198,21 +198,6 @@ def test_a_device_without_autocast() -> None:
     found = attention_weights(Attend(), q, q, q)
 
     assert found[""].shape == (2, 3, 5, 5)
-
-
-def test_a_model_without_such_attention_is_an_error() -> None:
-    net = nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1))
-
-    text = (
-        r"attention_weights: scaled_dot_product_attention or multi_head_attention_forward was nev"
-    )
-    with pytest.raises(HookError, match=text) as e:
-        attention_weights(net, torch.ones(1, 2))
-    assert "Called were linear, softmax. Give a model that uses" in str(e.value)
-    with pytest.raises(
-        ArgumentError, match=r"attention_weights: expected an nn.Module, found a list"
-    ):
-        attention_weights([net], torch.ones(1, 2))  # type: ignore[arg-type]
 
 
 def test_nested_tensors_are_an_error() -> None:

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from learners import quiet
 from torch import nn
 
 from hookkit import (
@@ -28,8 +28,6 @@ from hookkit import (
     ranks,
     watch,
 )
-from hookkit.files import append_lines
-from hookkit.testing import synth_learner
 
 
 class Tracker:
@@ -48,12 +46,6 @@ class Tracker:
 
     def steps(self, name: str) -> list[int]:
         return [step for step, data in self.got if name in data]
-
-
-def quiet(**kwargs: Any) -> Any:
-    learn = synth_learner(**kwargs)
-    learn.logger = lambda row: None
-    return learn
 
 
 # --- LogTo
@@ -89,6 +81,28 @@ def test_it_writes_every_so_many_steps_and_at_the_end() -> None:
     assert len(tracker.steps("loss")) == 7
 
 
+def test_a_watched_loop_is_logged_too_and_not_again_by_its_watcher() -> None:
+    tracker, model = Tracker(), nn.Linear(2, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with watch(model, opt, ActivationStats(), LogTo(tracker, every=2)) as w:
+        for _ in range(2):
+            for _ in range(3):
+                opt.zero_grad()
+                loss = model(torch.ones(4, 2)).pow(2).mean()
+                w.loss(loss)
+                loss.backward()
+                opt.step()
+            w.epoch(valid_loss=1.0)
+    n = len(tracker.got)
+    w.log_to(tracker)
+
+    assert tracker.steps("loss") == tracker.steps("activation/mean/model") == list(range(6))
+    for name in ("epoch/valid_loss", "epoch/train_loss"):  # nothing of an epoch before its end
+        assert tracker.steps(name) == [2, 5]
+    assert len(tracker.got) == n
+
+
 @pytest.mark.parametrize("with_params", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_the_rate_of_a_step_is_the_one_it_was_made_with(with_params: bool, in_place: bool) -> None:
@@ -118,68 +132,13 @@ def test_the_rate_of_a_step_is_the_one_it_was_made_with(with_params: bool, in_pl
 def test_a_learner_s_rate_is_of_the_step_too() -> None:
     tracker = Tracker()
     half = SchedulerCallback(lambda opt, n: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
-    learn = synth_learner(n_trn=4, lr=1e-3, cbs=[half, LogTo(tracker, every=2)])
+    learn = quiet(n_trn=4, lr=1e-3, cbs=[half, LogTo(tracker, every=2)])
 
     with learn.no_logging():
         learn.fit(1)
 
     sent = {step: values["lr"] for step, values in tracker.got if "lr" in values}
     assert sent == pytest.approx({1: 5e-4, 3: 1.25e-4})
-
-
-def test_a_watched_loop_is_logged_too_and_not_again_by_its_watcher() -> None:
-    tracker, model = Tracker(), nn.Linear(2, 1)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    with watch(model, opt, ActivationStats(), LogTo(tracker, every=2)) as w:
-        for _ in range(2):
-            for _ in range(3):
-                opt.zero_grad()
-                loss = model(torch.ones(4, 2)).pow(2).mean()
-                w.loss(loss)
-                loss.backward()
-                opt.step()
-            w.epoch(valid_loss=1.0)
-    n = len(tracker.got)
-    w.log_to(tracker)
-
-    assert tracker.steps("loss") == tracker.steps("activation/mean/model") == list(range(6))
-    for name in ("epoch/valid_loss", "epoch/train_loss"):  # nothing of an epoch before its end
-        assert tracker.steps(name) == [2, 5]
-    assert len(tracker.got) == n
-
-
-def test_a_second_fit_goes_on() -> None:
-    tracker = Tracker()
-    learn = quiet(n_trn=3, cbs=LogTo(tracker))
-
-    learn.fit(1)
-    learn.validate()
-    learn.fit(1)
-
-    assert tracker.steps("loss") == list(range(6))
-
-
-def test_a_resumed_fit_sends_what_is_new(tmp_path: Path) -> None:
-    def stop(cb: Any) -> None:
-        if cb.epoch == 1 and not cb.eval_pass:
-            raise KeyboardInterrupt
-
-    def save(cb: Any) -> None:
-        if cb.learn.fitting:
-            cb.learn.save("checkpoint")
-
-    tracker = Tracker()
-    cbs = [LogTo(tracker, every=1), Callback(after_epoch=save), Callback(before_validate=stop)]
-    with pytest.raises(KeyboardInterrupt):
-        quiet(n_trn=3, cbs=cbs, path=tmp_path).fit(2)
-    assert tracker.steps("loss") == list(range(6))
-    del tracker.got[:]
-
-    quiet(n_trn=3, cbs=LogTo(tracker), path=tmp_path).fit(2, resume="checkpoint")
-
-    assert tracker.steps("loss") == [2, 3, 4, 5]  # the step before the checkpoint was not sent yet
-    assert tracker.steps("epoch/valid_loss") == [2, 5]
 
 
 def test_a_training_that_breaks_is_logged_up_to_there() -> None:
@@ -212,19 +171,6 @@ def test_a_dead_target_warns_once_and_the_training_goes_on() -> None:
     assert tracker.steps("loss") == list(range(20))
 
 
-def test_what_is_trained_does_not_depend_on_it() -> None:
-    torch.manual_seed(0)
-    plain = quiet()
-    torch.manual_seed(0)
-    logged = quiet(cbs=LogTo(Tracker(), every=1))
-
-    for learn in (plain, logged):
-        torch.manual_seed(1)
-        learn.fit(2)
-
-    assert torch.equal(plain.model.a, logged.model.a)
-
-
 def test_tensorboard_has_scalars_and_histograms(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -244,41 +190,6 @@ def test_tensorboard_has_scalars_and_histograms(tmp_path: Path) -> None:
 
     assert [e.step for e in events.Scalars("activation/std/0")] == list(range(5))
     assert [e.step for e in events.Histograms("activation/2")] == list(range(5))
-
-
-class Bars:
-    """As wandb and trackio show a histogram."""
-
-    def __init__(self, sequence: Any = None, np_histogram: Any = None) -> None:
-        self.counts, self.edges = np_histogram
-
-
-@pytest.mark.parametrize("n_bins", [20, 1000])
-def test_a_trackers_own_histograms_have_the_recorded_counts(
-    n_bins: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.modules[Tracker.__module__], "Histogram", Bars, raising=False)
-    tracker, model = Tracker(), nn.Linear(2, 4)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    stats = ActivationStats(with_hist=True, bins=(-1, 1, n_bins))
-    with watch(model, opt, stats) as w:
-        for _ in range(5):
-            model(torch.randn(8, 2)).pow(2).mean().backward()
-            opt.step()
-    tracker.fails_at = 3
-    with pytest.raises(ConnectionError):
-        w.log_to(tracker)
-    tracker.fails_at = None
-    w.log_to(tracker)  # what was sent is not sent again
-
-    name = "activation/histogram/model"
-    assert tracker.steps(name) == list(range(5))
-    for step, values in tracker.got:
-        bars, recorded = values[name], stats.record().hist[0, :, step]
-        assert bars.counts.sum() == recorded.sum() == 32
-        assert len(bars.counts) + 1 == len(bars.edges) <= 513
-        assert np.isfinite(bars.edges).all()
-        assert (np.diff(bars.edges) > 0).all()
 
 
 @pytest.mark.parametrize("name", ["run.csv", "run.jsonl"])
@@ -365,64 +276,7 @@ def test_a_second_fit_begins_a_new_file_or_appends(append: bool, n: int, tmp_pat
     assert len(rows(tmp_path / "logs" / "log.csv")) == n
 
 
-def test_rows_of_other_columns_are_not_appended(tmp_path: Path) -> None:
-    (tmp_path / "history.csv").write_text("epoch,accuracy\n0,0.5\n")
-    learn = quiet(cbs=CSVLogger(append=True), path=tmp_path)
-
-    with pytest.raises(OptionError, match="has the columns epoch,accuracy, this fit has epoch,t"):
-        learn.fit(1)
-
-    assert learn.n_steps == 0
-
-
-def test_it_needs_a_recorder(tmp_path: Path) -> None:
-    learn = quiet(cbs=CSVLogger(), path=tmp_path, default_cbs=False)
-
-    with pytest.raises(OptionError, match="no Recorder among the callbacks"):
-        learn.fit(1)
-
-
-def test_a_row_that_cannot_be_written_does_not_end_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("hookkit.callbacks.logging.append_lines", full)
-    learn = quiet(cbs=CSVLogger(), path=tmp_path)
-
-    with pytest.warns(HookkitWarning, match=r"CSVLogger writes nothing more.*disk full") as all_:
-        learn.fit(3)
-
-    assert len(all_) == 1
-    assert len(learn.recorder.values) == 3
-
-
 # --- lines
-
-
-def test_lines_are_added_below_an_unfinished_one(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b.txt"
-    append_lines(path, ["one"])
-    path.write_text("one\ntw")
-
-    append_lines(path, ["three", "four"])
-
-    assert path.read_text() == "one\ntw\nthree\nfour\n"
-
-
-def test_after_an_error_the_file_ends_as_before(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    append_lines(path, ["one"])
-
-    def lines() -> Any:
-        yield "two"
-        raise OSError(28, "disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        append_lines(path, lines())
-
-    assert path.read_text() == "one\n"
 
 
 LOOP = """

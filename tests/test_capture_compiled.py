@@ -7,7 +7,6 @@ it was after it.
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -147,41 +146,6 @@ def test_a_stance_that_is_set_in_a_block_stays(block: str, net: Net, stance: Any
     assert stance() == "fail_on_recompile"
 
 
-@silent
-def test_a_block_in_a_block_is_eager_whatever_is_set_between(net: Net, stance: Any) -> None:
-    with hook_outputs([net.a]):
-        torch.compiler.set_stance("fail_on_recompile")
-        with hook_outputs([net.b]):
-            assert stance() == "force_eager"
-
-    assert stance() == "fail_on_recompile"
-
-
-@silent
-def test_a_stance_for_a_while_inside_a_block_gives_way_to_the_blocks(net: Net, stance: Any) -> None:
-    with hook_outputs([net.a]):
-        with torch.compiler.set_stance("fail_on_recompile"):
-            assert stance() == "fail_on_recompile"
-        assert stance() == "force_eager"
-
-    assert stance() == "default"
-
-
-@silent
-def test_a_stance_that_outlasts_the_block_it_began_in_leaves_no_eager_one(
-    net: Net, stance: Any
-) -> None:
-    with ExitStack() as later:
-        with hook_outputs([net.a]):
-            later.enter_context(torch.compiler.set_stance("fail_on_recompile"))
-        assert stance() == "fail_on_recompile"
-
-    assert stance() == "default"
-    with hook_outputs([net.a]):
-        assert stance() == "force_eager"
-    assert stance() == "default"
-
-
 # --- there before the first call
 
 
@@ -254,21 +218,6 @@ def test_gradients_of_a_hook_there_before_the_first_call_are_right(
     torch.testing.assert_close(h.stored[0], into * (net.a(x + 1) > 0))
     h.remove()
     i.remove()
-
-
-@pytest.mark.traces_gradients
-@pytest.mark.parametrize("made", [hook_input, hook_output])
-def test_stored_gradients_in_a_full_graph_are_refused_in_words(
-    made: Any, net: Net, x: Tensor
-) -> None:
-    h = made(net.b, grad=True)
-    compiled = torch.compile(net, backend="eager", fullgraph=True)
-
-    with pytest.raises(
-        torch._dynamo.exc.Unsupported, match=r"grad=True stores gradients in a Python.*attach_grad"
-    ):
-        compiled(x)
-    h.remove()
 
 
 def test_an_export_with_a_gradient_hook_on_is_one_graph(net: Net, x: Tensor) -> None:

@@ -1,13 +1,8 @@
 """Odd and wrong use of the capture API: it works, or an error names what is wrong."""
 
-import copy
-import gc
 import pickle
-import re
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,30 +12,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from hookkit.editing import (
-    add,
-    edit_grad,
     edit_input,
-    edit_inputs,
     edit_output,
-    edit_outputs,
     replace,
-    scale,
     zero,
 )
 from hookkit.errors import (
     ArgumentError,
     HookError,
     HookkitError,
-    NeverFiredWarning,
     OptionError,
     OverwrittenWarning,
     SelectionError,
 )
 from hookkit.features import feature_extractor
 from hookkit.hooks import Hook, attach, hook_input, hook_inputs, hook_output, hook_outputs
-from hookkit.nested import describe, leaves, named_leaves, paths_of, tmap
-from hookkit.selecting import Selection, select
-from hookkit.swapping import Catcher, swap
+from hookkit.nested import describe
 
 
 @pytest.fixture
@@ -66,51 +53,6 @@ class Gives(nn.Module):
 # --- which modules
 
 
-WRONG = [None, 3, "fc", b"x", object(), [None], ["fc"], nn.Linear, {"a": 3}, {"a": None}, [3.5]]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        hook_outputs,
-        hook_inputs,
-        lambda ms: edit_outputs(ms, zero()),
-        lambda ms: edit_inputs(ms, zero()),
-        lambda ms: hook_output(ms),
-        lambda ms: hook_input(ms),
-        lambda ms: edit_output(ms, zero()),
-        lambda ms: edit_input(ms, zero()),
-        lambda ms: edit_grad(ms, zero()),
-        lambda ms: attach(ms, print),
-        lambda ms: Hook(ms, print),
-    ],
-)
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda x: repr(x).partition(" at 0x")[0])
-def test_what_is_no_module_is_an_error_of_hookkit_in_each_function(make: Any, wrong: Any) -> None:
-    with pytest.raises(ArgumentError, match=r": expected .*found "):
-        make(wrong)
-
-
-@pytest.mark.parametrize("model", [None, "net", 3, [nn.ReLU()]])
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda model: select(model, "0"),
-        lambda model: feature_extractor(model, "0"),
-        lambda model: swap(model, {"0": Catcher}).__enter__(),
-    ],
-)
-def test_what_is_no_model_is_refused(use: Any, model: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"nn\.Module"):
-        use(model)
-
-
-@pytest.mark.parametrize("option", ["detach", "stop"])
-def test_an_option_of_an_extractor_is_true_or_false(net: nn.Sequential, option: str) -> None:
-    with pytest.raises(ArgumentError, match=rf"{option}='0'.* give True or False"):
-        feature_extractor(net, **{option: "0"})  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("option", ["detach", "cpu", "grad", "gather", "stop", "clone"])
 @pytest.mark.parametrize("make", [hook_output, hook_outputs, hook_input, hook_inputs])
 @pytest.mark.parametrize("value", ["fc", [1], torch.ones(3)], ids=["text", "list", "tensor"])
@@ -124,12 +66,6 @@ def test_an_option_that_is_neither_true_nor_false_is_refused(
     assert n_hooks(m) == 0
 
 
-@pytest.mark.parametrize("option", ["is_forward", "pre", "edit"])
-def test_the_kind_of_a_hook_is_given_by_true_or_false(option: str) -> None:
-    with pytest.raises(ArgumentError, match=rf"Hook\({option}='no'\): give True or False"):
-        Hook(nn.ReLU(), print, **{option: "no"})  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("leaf", ["[0", "zzz(", "[0]x", 3, None])
 def test_a_leaf_path_that_cannot_be_read_is_refused_at_once(leaf: Any) -> None:
     m = nn.ReLU()
@@ -137,21 +73,6 @@ def test_a_leaf_path_that_cannot_be_read_is_refused_at_once(leaf: Any) -> None:
     with pytest.raises(OptionError, match=r"Hook: leaf=.* is no path into what a module gives"):
         Hook(m, None, leaf=leaf)
     assert n_hooks(m) == 0
-
-
-@pytest.mark.parametrize("what", [b"0", 0, 1.5, torch.ones(2), re.compile(b"0"), [b"0"]], ids=str)
-def test_what_is_no_selector_is_named(net: nn.Sequential, what: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"select: .* selects nothing. Give a name, a glob"):
-        select(net, what)
-
-
-SPELLINGS = [".", "..", "0.", ".0", "0..x", "[", "]", "{", "0[", "(", "0['x", "-1", " 0", "a" * 99]
-
-
-@pytest.mark.parametrize("text", SPELLINGS, ids=repr)
-def test_a_text_that_means_nothing_is_no_module(net: nn.Sequential, text: str) -> None:
-    with pytest.raises(SelectionError, match="no module matches"):
-        select(net, text)
 
 
 def test_a_lone_tensor_is_the_one_gradient_of_a_backward_edit(x: Tensor) -> None:
@@ -169,15 +90,6 @@ def test_attach_takes_a_function() -> None:
         attach(nn.ReLU(), 3)  # type: ignore[arg-type]
 
 
-def test_no_modules_at_all_is_an_empty_capture(net: nn.Sequential, x: Tensor) -> None:
-    with hook_outputs([]) as h, edit_outputs([], zero()) as e, swap(net, {}) as new:
-        net(x)
-
-    assert h.stored == []
-    assert e.n_calls == new == {}
-    assert feature_extractor(net, [])(x) == {}
-
-
 def test_a_module_given_twice_is_captured_twice(net: nn.Sequential, x: Tensor) -> None:
     with hook_outputs([net[0], net[0]]) as h, hook_outputs([net[0], net[0]], grad=True) as g:
         net(x).sum().backward()
@@ -185,93 +97,6 @@ def test_a_module_given_twice_is_captured_twice(net: nn.Sequential, x: Tensor) -
     assert torch.equal(h[0].stored, h[1].stored)
     assert torch.equal(g[0].stored[0], g[1].stored[0])
     assert n_hooks(net) == 0
-
-
-def test_iterables_of_any_kind_are_read_once(net: nn.Sequential, x: Tensor) -> None:
-    modules: Iterator[nn.Module] = (m for m in net)
-
-    with hook_outputs(modules) as h, hook_outputs(set(net)) as s, hook_outputs(net.children()) as c:
-        net(x)
-
-    assert len(h) == len(s) == len(c) == 3
-    assert list(modules) == []
-
-
-def test_names_of_any_characters_find_their_module() -> None:
-    names = ["a b", "ü", "x[0]", "a*", "$", "None", "h\n", "{q,k}", "]", "?", "0", "__class__"]
-    net = nn.ModuleDict({name: nn.Identity() for name in names if not hasattr(nn.ModuleDict, name)})
-
-    with hook_outputs(select(net)) as h:
-        for m in net.values():
-            m(torch.ones(2))
-
-    for name in net:
-        assert select(net, name)[name] is net[name]
-        assert h[name].n_calls == 1
-        assert name in repr(h[name]) or "\\n" in repr(h[name])
-
-
-class Contrary(nn.Module):
-    """A module that supports nothing it does not need: slots, properties, no truth, no length."""
-
-    __slots__ = ("extra",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(5, 5)
-
-    @property
-    def hooks(self) -> Any:
-        raise RuntimeError("hooks")
-
-    @property
-    def stored(self) -> Any:
-        raise RuntimeError("stored")
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "lin":
-            return super().__getattr__(name)
-        return lambda *seen: 3
-
-    def __bool__(self) -> bool:
-        raise RuntimeError("bool")
-
-    def __len__(self) -> int:
-        raise RuntimeError("len")
-
-    def __iter__(self) -> Any:
-        raise RuntimeError("iter")
-
-    def __eq__(self, other: object) -> bool:
-        raise RuntimeError("eq")
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.lin(x)
-        return out
-
-
-def test_a_contrary_module_is_captured_edited_swapped_and_extracted(x: Tensor) -> None:
-    m = Contrary()
-    want = m(x)
-
-    with (
-        hook_output(m) as own,
-        hook_outputs(select(m, "", "lin")) as h,
-        hook_outputs([m], grad=True) as g,
-        edit_output(m, scale(2)),
-        swap(m, {"lin": Catcher}) as caught,
-    ):
-        y = m(x)
-        y.sum().backward()
-
-    assert torch.equal(own.stored, want)
-    assert torch.equal(h[1].stored if h[1].n_calls else caught["lin"].calls[0].output, want)
-    assert torch.equal(y, 2 * want)
-    assert g[0].n_calls == 1
-    assert torch.equal(feature_extractor(m, "lin")(x)["lin"], want)
 
 
 # --- what happens meanwhile
@@ -287,52 +112,6 @@ def test_a_hook_that_removes_itself_has_seen_one_call(net: nn.Sequential, x: Ten
 
     assert hooks[0].n_calls == 1
     assert n_hooks(net) == 0
-
-
-def test_a_hook_removed_by_one_before_it_is_not_called(net: nn.Sequential, x: Tensor) -> None:
-    h = hook_output(net[0])
-    handle = attach(net[0], lambda *seen: h.remove(), prepend=True)
-
-    net(x)
-    handle.remove()
-
-    assert h.n_calls == 0
-    assert n_hooks(net) == 0
-
-
-def test_an_edit_that_removes_itself_is_applied_once(net: nn.Sequential, x: Tensor) -> None:
-    def once(m: nn.Module, i: Any, o: Tensor) -> Tensor:
-        edits.remove()
-        return o * 0
-
-    edits = edit_output(net[2], once)
-
-    assert not net(x).any()
-    assert net(x).any()
-    edits.remove()
-    assert edits.n_calls == {"0": 1}
-    assert n_hooks(net) == 0
-
-
-def test_a_module_that_is_replaced_in_the_block_is_reported(net: nn.Sequential, x: Tensor) -> None:
-    def use() -> list[int]:
-        with hook_outputs(net) as h:
-            net[0] = nn.Linear(5, 10)
-            net(x)
-        return [hook.n_calls for hook in h]
-
-    with pytest.warns(NeverFiredWarning, match="1 of 3 hooks never fired: '0': the module is gone"):
-        assert use() == [0, 1, 1]
-
-
-def test_a_module_added_in_the_block_can_be_hooked_there(net: nn.Sequential, x: Tensor) -> None:
-    with hook_outputs(net) as h:
-        net.append(nn.Tanh())
-        with hook_output(net[3]) as t:
-            y = net(x)
-
-    assert torch.equal(t.stored, y)
-    assert [hook.n_calls for hook in h] == [1, 1, 1]
 
 
 def test_an_exception_in_the_inner_block_leaves_the_outer_one_at_work(
@@ -372,48 +151,6 @@ def test_any_exception_of_a_function_passes_and_leaves_nothing(
         with pytest.raises(error), block():
             net(x)
         assert n_hooks(net) == 0
-
-
-def test_ctrl_c_in_the_model_leaves_nothing_in_an_extractor_or_a_swap(x: Tensor) -> None:
-    def interrupted(x: Tensor) -> Tensor:
-        raise KeyboardInterrupt
-
-    model = nn.Sequential(nn.Linear(5, 5), Gives(interrupted), nn.ReLU())
-    places = list(model)
-
-    with pytest.raises(KeyboardInterrupt):
-        feature_extractor(model, "2")(x)
-    with pytest.raises(KeyboardInterrupt), swap(model, {"0": Catcher}):
-        model(x)
-
-    assert n_hooks(model) == 0
-    assert list(model) == places
-
-
-def test_a_block_may_end_in_another_thread(net: nn.Sequential, x: Tensor) -> None:
-    h = hook_output(net)
-    h.__enter__()
-    net(x)
-
-    thread = threading.Thread(target=h.__exit__, args=(None, None, None))
-    thread.start()
-    thread.join()
-
-    assert h.n_calls == 1
-    assert n_hooks(net) == 0
-
-
-def test_a_layer_that_has_left_the_model_is_reported_by_its_extractor(
-    net: nn.Sequential, x: Tensor
-) -> None:
-    extract = feature_extractor(net, "2")
-    net[2] = nn.Linear(10, 7)
-    assert extract(x)["2"].shape == (4, 7)  # known by name
-
-    del net[2]
-
-    with pytest.raises(SelectionError, match='no module matches "2"'):
-        extract(x)
 
 
 # --- what modules return
@@ -604,150 +341,7 @@ def test_memory_shared_with_numpy_stays_shared_where_a_view_of_it_was_given() ->
     assert h.stored.max() == 0
 
 
-def holds_itself(x: Tensor) -> dict[str, Any]:
-    d: dict[str, Any] = {"x": x * 2}
-    d["me"] = d
-    return d
-
-
-def deep(x: Tensor) -> Any:
-    out: Any = x * 2
-    for _ in range(3000):
-        out = [out]
-    return out
-
-
-@pytest.mark.parametrize("f", [holds_itself, deep])
-def test_a_structure_without_end_is_refused_in_words(f: Any, x: Tensor) -> None:
-    m = Gives(f)
-
-    edits = [partial(edit_output, m, change) for change in (zero(), scale(2), replace(x))]
-    for make in (partial(hook_output, m), partial(hook_output, m, grad=True), *edits):
-        with (
-            pytest.raises(HookError, match="holds itself, or is nested hundreds of levels"),
-            make(),
-        ):
-            m(x.requires_grad_())
-    with pytest.raises(HookError, match="holds itself"):
-        leaves(f(x))
-    with pytest.raises(HookError, match="holds itself"):
-        named_leaves(f(x))
-    with pytest.raises(HookError, match="holds itself"):
-        tmap(lambda t: t + 1, f(x))
-    assert n_hooks(m) == 0
-
-
-def test_a_structure_without_end_is_stored_if_a_leaf_of_it_is_wanted(x: Tensor) -> None:
-    m = Gives(holds_itself)
-
-    with Hook(m, None, leaf="['x']") as h:
-        m(x)
-
-    assert torch.equal(h.stored, 2 * x)
-
-
-def test_a_long_structure_is_stored(x: Tensor) -> None:
-    m = Gives(lambda x: [x + i for i in range(5000)])
-
-    with hook_output(m) as h:
-        m(x)
-
-    assert torch.equal(h.stored[-1], x + 4999)
-
-
-def test_where_tensors_are_is_said_in_words(x: Tensor) -> None:
-    assert paths_of(x) == "it is one tensor, which needs none"
-    assert paths_of({"a": [x] * 8}).endswith("['a'][5], …")
-    assert paths_of((None, 3)) == "it has no tensors"
-
-
-def test_a_path_into_a_plain_tensor_is_named_as_such(net: nn.Sequential, x: Tensor) -> None:
-    reported = "Select a path that is there: it is one tensor, which needs none"
-    with pytest.raises(HookError, match=reported):
-        feature_extractor(net, "0[7]")(x)
-    reported = "Select a path that is there: it is one tensor, which needs none"
-    with pytest.raises(HookError, match=reported), edit_outputs(select(net, "0[7]"), zero()):
-        net(x)
-
-
-@pytest.mark.parametrize("edit", [add(1j), scale(2j), replace(1j), add(torch.tensor(1j))])
-def test_complex_numbers_do_not_go_into_real_tensors(
-    edit: Any, net: nn.Sequential, x: Tensor
-) -> None:
-    with (
-        pytest.raises(HookError, match=r"torch.float32, which cannot hold complex numbers"),
-        edit_output(net[0], edit),
-    ):
-        net(x)
-
-
-def test_complex_numbers_go_into_complex_tensors(x: Tensor) -> None:
-    m = Gives(lambda x: torch.complex(x, x))
-
-    with edit_output(m, add(1j)):
-        y = m(x)
-
-    torch.testing.assert_close(y, torch.complex(x, x + 1))
-
-
 # --- copies
-
-
-class Owner(nn.Module):
-    """Owns hooks on its own layers, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 5), nn.ReLU())
-        self.hooks = hook_outputs(select(self.body))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.body(x)
-        return out
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copy_of_a_module_that_owns_hooks_by_name_has_hooks_by_name(
-    copied: Any, x: Tensor
-) -> None:
-    model = Owner()
-    model(x)
-
-    twin = copied(model)
-    twin(x + 1)
-
-    assert torch.equal(twin.hooks["0"].stored, twin.body[0](x + 1))
-    assert torch.equal(model.hooks["0"].stored, model.body[0](x))
-    assert twin.hooks.names == ("0", "1")
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
-def test_a_selection_can_be_copied(copied: Any, net: nn.Sequential) -> None:
-    chosen = select(net, {"0": "first"}, "1")
-
-    model, twin = copied((net, chosen))
-    alone = copied(chosen)
-
-    assert isinstance(twin, Selection)
-    assert list(twin) == list(alone) == ["first", "1"]
-    assert twin["first"] is model[0] is not net[0]
-    assert twin.aliases("first") == ("0",)
-    assert twin.path("first") == "0"
-    del net
-    gc.collect()
-    assert copied(alone)["first"].in_features == 5
-
-
-def test_hooks_that_are_off_carry_nothing_in_a_pickle(net: nn.Sequential, x: Tensor) -> None:
-    with hook_outputs(net, keep="all") as h:
-        net(x)
-
-    data = pickle.dumps(h)
-    twin = pickle.loads(data)
-
-    assert len(data) < 1000
-    assert repr(twin) == "Hooks(3 hooks, removed)"
-    assert twin.stored == [None, None, None]
 
 
 def test_what_is_stored_can_be_pickled_and_written_to(net: nn.Sequential, x: Tensor) -> None:
@@ -765,40 +359,6 @@ def test_what_is_stored_can_be_pickled_and_written_to(net: nn.Sequential, x: Ten
 
 
 # --- modes
-
-
-def test_a_capture_spans_inference_no_grad_and_training(net: nn.Sequential, x: Tensor) -> None:
-    with hook_output(net, keep="all") as h, hook_output(net, grad=True) as g:
-        with torch.inference_mode():
-            net(x)
-        with torch.no_grad():
-            net(x)
-        net(x).sum().backward()
-
-    for call in h.calls:
-        torch.testing.assert_close(call, net(x).detach())
-        assert not call.is_inference()
-    assert g.n_calls == 3
-    assert torch.equal(g.stored[0], torch.ones(4, 3))
-
-
-def test_a_generator_is_stored_as_it_is_and_its_layers_call_by_call(x: Tensor) -> None:
-    class Yields(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(5, 5)
-
-        def forward(self, x: Tensor) -> Iterator[Tensor]:
-            for _ in range(3):
-                yield self.layer(x)
-
-    m = Yields()
-    with hook_output(m) as h, hook_output(m.layer, keep="all") as layer:
-        out = list(m(x))
-
-    assert h.stored is not None
-    assert len(layer.calls) == 3
-    torch.testing.assert_close(layer.calls[2], out[2])
 
 
 def test_every_error_and_warning_of_hookkit_has_the_one_base() -> None:

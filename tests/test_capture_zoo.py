@@ -17,7 +17,6 @@ from reference import (
     backward,
     changed,
     copied,
-    flat,
     hookable,
     input_gradients_by_hand,
     plain_backward,
@@ -89,9 +88,7 @@ def test_gradients_of_every_input_are_those_of_a_model_called_with_clones(entry:
 # --- options of what is stored
 
 
-@pytest.mark.parametrize(
-    "options", [{"clone": True}, {"detach": False, "clone": True}, {"cpu": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{"keep": "all"}, {"cpu": True}], ids=str)
 @every(ZOO)
 def test_however_it_is_stored_it_is_what_the_layer_gave(
     entry: Entry, options: dict[str, Any]
@@ -107,20 +104,6 @@ def test_however_it_is_stored_it_is_what_the_layer_gave(
     for name in modules:
         assert same(copied(other[name].stored), copied(usual[name].stored)), name
         assert other[name].n_calls == usual[name].n_calls
-
-
-@every(ZOO)
-def test_a_dtype_is_that_of_what_is_stored_and_of_nothing_else(entry: Entry) -> None:
-    plain, model = plain_run(entry), entry.build()
-    modules = {n: m for n, m in hookable(model).items() if "quant" not in type(m).__module__}
-
-    with hook_outputs(modules, dtype=torch.float64) as h:
-        got = run(entry, model)
-
-    assert same(got[0], plain[0])
-    for name in modules:
-        kinds = {t.dtype for t in flat(h[name].stored) if t.is_floating_point()}
-        assert kinds <= {torch.float64}, name
 
 
 # --- stop
@@ -233,6 +216,8 @@ def test_doubled_gradients_are_those_of_a_model_that_doubles_by_hand(entry: Entr
         m.register_forward_hook(by_hand)
     want = backward(entry, twin)
 
+    if entry.name == "lstmcell_loop":
+        pytest.skip("the cell makes one of its outputs from the other, which is a use of it here")
     with edit_grads(leaf_modules_of(model), lambda m, g: 2 * g):
         got = backward(entry, model)
 

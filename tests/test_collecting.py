@@ -1,13 +1,12 @@
 """What `collect` writes is what plain hooks see, whatever the loader gives."""
 
 import copy
-import io
+import json
 import os
 import pickle
-import random
 import signal
+import subprocess
 import sys
-import threading
 from collections import UserDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from zoo import ZOO, Entry
 
-from hookkit import Activations, collect, edit_output, scale, unwrap, zero
-from hookkit.collecting import Mean
-from hookkit.collecting import shards as shards_module
-from hookkit.collecting.batches import alike, digest, sketch
-from hookkit.collecting.parts import CODES, Progress, load
+from hookkit import Activations, collect, hook_output, unwrap
+from hookkit.collecting import Mean, files
 from hookkit.errors import (
     ArgumentError,
     HookError,
@@ -34,7 +30,6 @@ from hookkit.errors import (
     OptionError,
     SelectionError,
 )
-from hookkit.modelinfo import progress
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -54,13 +49,12 @@ def loader(n: int = 11, **options: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(rows(n), torch.arange(100, 100 + n)), batch_size=4, **options)
 
 
-def seen(model: nn.Module, inner: nn.Module, batches: list[Any]) -> Tensor:
+def seen(model: nn.Module, inner: nn.Module, x: Tensor) -> Tensor:
     """What plain PyTorch sees, in rows."""
     found: list[Tensor] = []
     handle = inner.register_forward_hook(lambda m, i, o: found.append(o.clone()))
     with torch.no_grad():
-        for batch in batches:
-            model(batch)
+        model(x)
     handle.remove()
     return torch.cat(found)
 
@@ -96,17 +90,14 @@ class Graph:
 
     x: Tensor
     idx: Tensor
-    moved: int = 0
 
 
 class Opaque:
     def __init__(self, x: Tensor, idx: Any) -> None:
-        self.x, self.idx, self.moved = x, idx, 0
+        self.x, self.idx = x, idx
 
     def to(self, device: Any) -> "Opaque":
-        new = Opaque(self.x.to(device), self.idx)
-        new.moved = self.moved + 1
-        return new
+        return Opaque(self.x.to(device), self.idx)
 
 
 class OnGraph(nn.Module):
@@ -124,12 +115,12 @@ def test_rows_are_what_plain_hooks_see(tmp_path: Path) -> None:
     acts = collect(model, loader(), ["0", nn.ReLU], to=tmp_path)
 
     assert list(acts) == ["0", "1"]
-    linear = seen(model, model[0], list(rows().split(4)))
+    linear = seen(model, model[0], rows())
     # the ReLU writes into the output of the layer before it
     torch.testing.assert_close(acts["0"][:], linear, rtol=0, atol=0)
     torch.testing.assert_close(acts["1"][:], linear.relu(), rtol=0, atol=0)
     assert acts.ids.tolist() == [*range(11)]
-    assert acts["0"].shape == (11, 6)
+    assert np.array_equal(np.load(tmp_path / "rank0" / "1.npy", mmap_mode="r"), acts["1"][:])
 
 
 KINDS = {
@@ -180,6 +171,40 @@ def test_tokens_without_padding_have_their_sample_and_position(tmp_path: Path) -
     assert acts["embed"].shape == (len(where), 6)
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+
+    def forward(self, ids: Tensor, other: Any = None, attention_mask: Tensor | None = None) -> Any:
+        assert other is None
+        mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+        return self.embed(ids) * mask[..., None]
+
+
+IDS, MASK = torch.arange(6).view(2, 3), torch.tensor([[1, 1, 0], [1, 0, 0]])
+
+
+@pytest.mark.parametrize("mask", [None, 1, lambda batch: batch[1]])
+def test_a_mask_that_is_a_batchs_last_item_is_used(mask: Any, tmp_path: Path) -> None:
+    model = Masked()
+
+    acts = collect(model, [(IDS, MASK)], "", tmp_path, per="token", mask=mask)
+
+    every = model(IDS, attention_mask=MASK).detach().flatten(0, 1)
+    wanted = every if mask is None else every[MASK.flatten() != 0]
+    assert torch.equal(acts[""][:], wanted)
+
+
+@pytest.mark.parametrize("target", [torch.tensor([1, 0]), IDS, MASK * 0.5])
+def test_a_target_that_is_a_batchs_last_item_is_not(target: Tensor, tmp_path: Path) -> None:
+    model = Masked()
+
+    acts = collect(model, [(IDS, target)], "", tmp_path, per="token")
+
+    assert torch.equal(acts[""][:], model(IDS).detach().flatten(0, 1))
+
+
 def test_a_function_of_the_batch_is_mask_and_ids(tmp_path: Path) -> None:
     model = net()
 
@@ -187,14 +212,6 @@ def test_a_function_of_the_batch_is_mask_and_ids(tmp_path: Path) -> None:
 
     assert acts.ids.tolist() == [102, 105, 108]
     assert torch.equal(acts["0"][:], model[0](rows())[2::3].detach())
-
-
-def test_ids_by_position_are_not_an_input(tmp_path: Path) -> None:
-    batches = [(torch.tensor([5, 3]), torch.ones(2, 4), torch.zeros(2))]
-
-    acts = collect(net(), batches, "0", tmp_path, ids=0)
-
-    assert acts.ids.tolist() == [5, 3]
 
 
 def test_a_hook_reduces_and_inputs_are_rows_too(tmp_path: Path) -> None:
@@ -212,14 +229,15 @@ def test_a_hook_reduces_and_inputs_are_rows_too(tmp_path: Path) -> None:
     )
 
 
-def test_calls_of_a_shared_module_are_layers(tmp_path: Path) -> None:
+def test_a_layer_that_is_called_twice_is_refused_or_gives_its_first_call(tmp_path: Path) -> None:
     shared = nn.Linear(4, 4)
-    model = nn.Sequential(shared, nn.Tanh(), shared)
+    model = nn.Sequential(shared, nn.Tanh(), shared, nn.Identity())
 
-    acts = collect(model, loader(), "0", tmp_path)
+    with pytest.raises(HookError, match=r'"0" is called more than once for a batch.*stop=True'):
+        collect(model, loader(), "0", tmp_path)
+    acts = collect(model, loader(), ["0", "3"], tmp_path, stop=True)
 
-    assert list(acts) == ["0:0", "0:1"]
-    torch.testing.assert_close(acts["0:1"][:], model(rows()).detach())
+    assert torch.equal(acts["0"][:], shared(rows()).detach())
 
 
 @pytest.mark.parametrize("n", [1, 4, 6, 11, 50])
@@ -243,31 +261,12 @@ def test_rows_are_stored_in_the_dtype(dtype: torch.dtype, tmp_path: Path) -> Non
     wanted = model(rows()).detach().to(dtype)
     assert acts["2"].dtype is dtype
     assert torch.equal(acts["2"][[10, 0]].double(), wanted[[10, 0]].double())
-    np.testing.assert_array_equal(acts["2"].to_numpy(), wanted.to(acts_numpy(dtype)).numpy())
+    is_numpys = dtype in (torch.float16, torch.float64)
+    as_numpy = wanted.to(dtype if is_numpys else torch.float32).numpy()
+    np.testing.assert_array_equal(acts["2"].to_numpy(), as_numpy)
 
 
-@pytest.mark.parametrize("name", CODES)
-def test_the_safetensors_library_reads_the_files(name: str, tmp_path: Path) -> None:
-    library = pytest.importorskip("safetensors.torch")
-    dtype = getattr(torch, name)
-    wanted = (net()(rows()).detach() * 16).abs().to(dtype)
-
-    collect(net(), loader(), "2", tmp_path, hook=lambda o: (o * 16).abs().to(dtype))
-
-    found = library.load_file(tmp_path / "rank0" / "00000" / "00000-00000.safetensors")
-    assert (list(found), found["2"].dtype) == (["2"], dtype)
-    assert torch.equal(found["2"].view(torch.uint8), wanted.view(torch.uint8))
-    read = Activations(tmp_path)["2"][:]
-    assert (read.dtype, read.shape) == (dtype, (11, 3))
-    assert torch.equal(read.view(torch.uint8), wanted.view(torch.uint8))
-
-
-def acts_numpy(dtype: torch.dtype) -> torch.dtype:
-    """What numpy has no dtype for is float32 there."""
-    return dtype if dtype in (torch.float16, torch.float64) else torch.float32
-
-
-@pytest.mark.parametrize("made", [torch.int16, torch.bool, torch.uint8, torch.int64])
+@pytest.mark.parametrize("made", [torch.int16, torch.bool, torch.uint8, torch.complex64])
 def test_whole_numbers_and_scalars_are_rows(made: torch.dtype, tmp_path: Path) -> None:
     acts = collect(net(), loader(), "2", tmp_path, hook=lambda o: (o[:, 0] > 0).to(made))
 
@@ -285,38 +284,6 @@ def test_nothing_of_the_model_and_the_process_is_changed(tmp_path: Path) -> None
         collect(model, loader(), "2", tmp_path / "b", hook=lambda o: 1 / 0)
 
     assert fingerprint(model, (), {}) == before
-
-
-def test_random_states_are_restored_while_another_thread_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    count, others = threading.active_count, threading.active_count() - 1  # of tests before this one
-    monkeypatch.setattr(threading, "active_count", lambda: max(count() - others, 1))
-
-    def hook(o: Tensor) -> Tensor:
-        random.random(), np.random.rand(), torch.rand(1)
-        return o
-
-    model = net()
-    states = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
-
-    collect(model, loader(), "2", tmp_path, hook=hook, shard_bytes=40)
-
-    after = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
-    assert states == after
-
-
-def test_a_model_that_runs_in_inference_mode_is_seen(tmp_path: Path) -> None:
-    class Frozen(nn.Sequential):
-        @torch.inference_mode()
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x)
-
-    model = net()
-
-    acts = collect(Frozen(*model), loader(), "0", tmp_path)
-
-    assert torch.equal(acts["0"][:], model[0](rows()).detach())
 
 
 def test_a_compiled_model_is_seen(tmp_path: Path) -> None:
@@ -376,66 +343,19 @@ def test_models_of_the_zoo(e: Entry, tmp_path: Path) -> None:
         torch.testing.assert_close(acts[name][:], value, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-class Cache:
-    """An object that layers hand on, and write into."""
+def test_a_recorder_of_the_user_sees_the_run_and_not_the_loader(tmp_path: Path) -> None:
+    model = net()
 
-    def __init__(self) -> None:
-        self.states: list[Tensor] = []
+    def calls_the_model() -> Any:
+        for x in rows().split(4):
+            model(x)
+            yield x
 
+    with hook_output(model[0]) as h:
+        acts = collect(model, calls_the_model(), "0", tmp_path)
 
-class Cached(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
-        cache.states.append(self.fc(x))
-        return cache.states[-1], cache
-
-
-class Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = Cached(), Cached()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(*self.a(x, Cache()))[0]
-
-
-@pytest.mark.parametrize("inputs", [False, True])
-def test_the_tensor_beside_an_object_is_the_row(inputs: bool, tmp_path: Path) -> None:
-    model = Decoder()
-
-    acts = collect(model, [rows()], ["a", "b"], tmp_path, inputs=inputs)
-
-    first = model.a.fc(rows()).detach()
-    torch.testing.assert_close(acts["b" if inputs else "a"][:], first)
-
-
-def test_rows_are_shared_out_over_files_whatever_the_batches(tmp_path: Path) -> None:
-    kinds = {"0": lambda o: o, "2": lambda o: o[:, ::2].half()}  # columns of several widths
-
-    def hook(m: nn.Module, i: Any, o: Tensor) -> Tensor:
-        return kinds["0" if o.shape[1] == 6 else "2"](o)
-
-    acts = collect(net(), loader(23), ["0", "2"], tmp_path, hook=hook, shard_bytes=36 * 9)
-
-    whole = net()[0](rows(23)).detach()
-    assert torch.equal(acts["0"][:], whole)
-    assert torch.equal(acts["2"][:], net()(rows(23)).detach()[:, ::2].half())
-    assert shard_rows(tmp_path) == [12, 11]
-
-
-def shard_rows(folder: Path) -> list[int]:
-    return load(folder / "rank0" / "progress.json", "x").rows
-
-
-def test_an_error_leaves_whole_files_only(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        collect(net(), [*rows(9).split(3), torch.ones(2, 5)], "0", tmp_path, shard_bytes=128)
-
-    assert shard_rows(tmp_path) == [6]
-    assert [f.name for f in sorted((tmp_path / "rank0").iterdir())] == ["00000", "progress.json"]
+    assert h.n_calls == 6
+    assert torch.equal(acts["0"][:], model[0](rows()).detach())
 
 
 def test_rows_are_written_as_the_layers_run(tmp_path: Path) -> None:
@@ -444,62 +364,23 @@ def test_rows_are_written_as_the_layers_run(tmp_path: Path) -> None:
 
     class Looks(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            sizes = {f.name[:5]: f.stat().st_size for f in tmp_path.rglob("*.safetensors")}
-            written.append(sizes)
+            written.append({f.name: f.stat().st_size for f in tmp_path.rglob("*.npy")})
             return x
 
     model = nn.Sequential(nn.Linear(4, 6), Looks(), nn.Linear(6, 3), Looks(), nn.ReLU()).eval()
 
     collect(model, [torch.ones(4096, 4)], ["0", "2", "4"], tmp_path)
 
-    first, second = (4096 + 4096 * width * 4 for width in (6, 3))  # behind the header
-    assert written == [{"00000": first}, {"00000": first, "00001": second}]
-
-
-def test_more_layers_than_files_may_be_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards_module, "_OPEN", 2)
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)]).eval()
-
-    acts = collect(model, loader(23), nn.Linear, tmp_path / "a", shard_bytes=700)
-
-    monkeypatch.undo()
-    all_open = collect(model, loader(23), nn.Linear, tmp_path / "b", shard_bytes=700)
-    assert shard_rows(tmp_path / "a") == shard_rows(tmp_path / "b") == [8, 8, 7]
-    for name in all_open:
-        assert torch.equal(acts[name][:], all_open[name][:])
-
-
-def test_a_module_of_two_names_is_two_layers(tmp_path: Path) -> None:
-    shared = nn.Linear(4, 4)
-    model = nn.Sequential(shared, nn.ReLU(), shared)
-
-    acts = collect(model, loader(), ["2", "0"], tmp_path)
-
-    assert sorted(acts) == ["0:0", "0:1", "2:0", "2:1"]
-    assert torch.equal(acts["0:1"][:], acts["2:1"][:])
-
-
-@pytest.mark.parametrize(("owner", "name"), [(os, "fsync"), (shards_module.Shards, "_opened")])
-def test_an_error_of_the_disk_is_the_users(
-    owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(owner, name, full)
-
-    with pytest.raises(OSError, match="No space left"):
-        collect(net(), loader(), "0", tmp_path)
-    assert not list(tmp_path.rglob("*.*"))
+    first, second = (128 + 4096 * width * 4 for width in (6, 3))  # behind the header
+    assert written == [{"0.npy": first}, {"0.npy": first, "1.npy": second}]
 
 
 # -- interrupted, and gone on with
 
 
-def collected(folder: Path, die_at: int = -1, model: Any = None, **options: Any) -> list[int]:
-    """Collects to `folder` in small shards; the batches that were run. Kills itself in one."""
+def collected(folder: Path, die_at: int = -1, model: Any = None, **options: Any) -> int:
+    """Collects to `folder`, saving after each 200 bytes; the number of batches that were run."""
+    files._EVERY_BYTES = 200  # 32 bytes a row: after two batches
     ran = []
 
     def hook(o: Tensor) -> Tensor:
@@ -508,63 +389,121 @@ def collected(folder: Path, die_at: int = -1, model: Any = None, **options: Any)
             os.kill(os.getpid(), signal.SIGKILL)
         return o
 
-    options = {"shard_bytes": 200, **options}  # 32 bytes a row: 6 rows in a shard
-    collect(model or net(), loader(23), "0", folder, hook=hook, **options)
-    return ran
+    n = options.pop("size", 23)
+    collect(model or net(), loader(n), "0", folder, hook=hook, **options)
+    return len(ran)
 
 
-def dies(folder: Path, at: int, **options: Any) -> None:
-    collected(folder, at, **options)
+@pytest.fixture(autouse=True)
+def saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_EVERY_BYTES", files._EVERY_BYTES)
 
 
-def dies_between(folder: Path, at: int) -> None:
-    """Kills itself between a shard and the file that names it."""
-    saved, save = [], Progress.save
+def dies_in_between(folder: Path, at: int) -> None:
+    """Kills itself between the rows of a batch and the index that counts them."""
+    saved, save = [], files.Files.save
 
-    def dying(progress: Progress, file: Path) -> None:
-        saved.append(file)
+    def dying(self: Any, **options: Any) -> None:
+        saved.append(self)
         if len(saved) == at:
             os.kill(os.getpid(), signal.SIGKILL)
-        save(progress, file)
+        save(self, **options)
 
-    Progress.save = dying  # type: ignore[method-assign]
+    files.Files.save = dying  # type: ignore[method-assign]
     collected(folder)
 
 
 @pytest.mark.parametrize(
-    # a shard has 2 batches, and one may still wait for the disk
-    ("work", "at", "kept"),
-    [(dies, 1, {0}), (dies, 2, {0}), (dies, 6, {2, 4}), (dies_between, 2, {2})],
-)
+    ("work", "at", "n_whole"),
+    [(collected, 1, 0), (collected, 2, 0), (collected, 3, 2), (collected, 6, 4),
+     (dies_in_between, 1, 0), (dies_in_between, 2, 2), (dies_in_between, 4, 6)],
+)  # fmt: skip
 def test_what_was_killed_goes_on_where_it_was(
-    work: Any, at: int, kept: set[int], tmp_path: Path
+    work: Any, at: int, n_whole: int, tmp_path: Path
 ) -> None:
     process = started(work, tmp_path / "acts", at)
     process.join()
     assert process.exitcode == -signal.SIGKILL
 
-    ran = collected(tmp_path / "acts")
-    again = collected(tmp_path / "acts")
-
-    checked = kept != {0}  # what the first batch gives
-    assert 6 + checked - len(ran) in kept  # batches without a whole file are run again
-    assert len(again) == 1
+    assert collected(tmp_path / "acts") == 6 - n_whole
+    assert collected(tmp_path / "acts") == 0  # complete
     collected(tmp_path / "whole")
-    a, b = Activations(tmp_path / "acts"), Activations(tmp_path / "whole")
-    assert torch.equal(a["0"][:], b["0"][:])
-    assert a.ids.tolist() == b.ids.tolist() == [*range(23)]
+
+    for file in ("0.npy", "ids.npy"):
+        a, b = (tmp_path / name / "rank0" / file for name in ("acts", "whole"))
+        assert a.read_bytes() == b.read_bytes()
 
 
-def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
-    with pytest.raises(OptionError):
-        collected(tmp_path, n=0)
-    (tmp_path / "rank0").mkdir()
-    (tmp_path / "rank0" / ".hookkit-0123.tmp").write_bytes(b"half")
-    (tmp_path / "rank0" / ".hookkit-3.tmp").mkdir()
+SCRIPT = """
+import sys, torch
+from hookkit import collect
+from hookkit.collecting import files
+files._EVERY_BYTES = 50_000
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 32)).eval()
+x = torch.randn(4000, 8)
+print("begun", flush=True)
+collect(net, [*x.split(7)], ["0", "1", "2"], sys.argv[1])
+"""
 
-    collected(tmp_path)
 
-    assert not list(tmp_path.rglob("*.tmp"))
+@pytest.mark.slow
+def test_kills_at_any_moment_lose_no_row_and_add_none(tmp_path: Path) -> None:
+    def run(folder: str, kill_after_s: float | None = None) -> int:
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / folder)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            try:
+                return process.wait(kill_after_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return process.wait()
+
+    codes = [run("killed", 0.02 * (i + 1)) for i in range(6)]
+    assert run("killed") == run("whole") == 0
+
+    assert -signal.SIGKILL in codes
+    killed, whole = Activations(tmp_path / "killed"), Activations(tmp_path / "whole")
+    assert killed.ids.tolist() == [*range(4000)]
+    for name in whole:
+        assert torch.equal(killed[name][:], whole[name][:])
+
+
+def test_an_error_keeps_what_was_whole(tmp_path: Path) -> None:
+    x = rows(12)
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        collect(net(), [*x.split(4)[:2], torch.ones(4, 5)], "0", tmp_path)
+    assert "in batch 2, for which the model was given (4×5)" in caught.value.__notes__[-1]
+
+    ran = []
+    acts = collect(net(), [*x.split(4)], "0", tmp_path, hook=None)
+    model = net()
+    model.register_forward_hook(lambda *_: ran.append(1))
+    assert torch.equal(acts["0"][:], net()[0](x).detach())
+
+
+@pytest.mark.parametrize("in_save", [False, True])
+def test_an_error_of_the_disk_is_the_users_and_loses_nothing(
+    in_save: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as m:
+        files._EVERY_BYTES = 200
+        write = files.Files._write
+        m.setattr(os, "fsync", full) if in_save else m.setattr(
+            files.Files, "_write",
+            lambda self, *a: full() if self.counts["batches"] == 4 else write(self, *a),
+        )  # fmt: skip
+        with pytest.raises(OSError, match="No space left"):
+            collect(net(), loader(23), "0", tmp_path)
+
+    assert torch.equal(
+        collect(net(), loader(23), "0", tmp_path)["0"][:], net()[0](rows(23)).detach()
+    )
 
 
 def trained(model: nn.Module) -> nn.Module:
@@ -582,82 +521,43 @@ def buffered() -> nn.Module:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        (
-            {"model": trained(net())},
-            "of something else: model is Sequential with parameters and .* ther",
-        ),
-        ({"model": net().train()}, "mode is evaluation there and training here. Give another fold"),
-        ({"model": buffered()}, "model is Sequential with parameters and buffers"),
+        ({"model": trained(net())}, "of something else: model is Sequential with weights .* there"),
+        ({"model": net().train()}, "mode is training in 0 of 4 .* Give another folder"),
+        ({"model": buffered()}, "model is Sequential with weights"),
         ({"dtype": torch.float16}, "dtype is None there and torch.float16 here"),
         ({"n": 5}, "n is None there and 5 here"),
         ({"inputs": True}, "inputs is False there and True here"),
         ({"ids": 1}, "ids is None there and 1 here"),
+        ({"size": 24}, "data set is 23 there and 24 here"),  # as many batches
+        ({"size": 100}, "batches is 6 there and 25 here"),
     ],
 )
+@pytest.mark.parametrize("done", [True, False])
 def test_rows_of_something_else_are_not_gone_on_with(
-    options: dict[str, Any], match: str, tmp_path: Path
+    options: dict[str, Any], match: str, done: bool, tmp_path: Path
 ) -> None:
     collected(tmp_path)
+    if not done:
+        edit_index(tmp_path, done=False)
 
     with pytest.raises(OptionError, match=match):
         collected(tmp_path, **options)
 
 
-def test_other_layers_or_batches_are_not_gone_on_with(tmp_path: Path) -> None:
-    collect(net(), loader(), "0", tmp_path)
+def test_rows_inside_and_outside_of_autocast_are_told_apart(tmp_path: Path) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        collect(net(), loader(), "0", tmp_path)
 
-    with pytest.raises(OptionError, match=r"layers is \['0'\] there and \['2'\] here"):
-        collect(net(), loader(), "2", tmp_path)
-    with pytest.raises(OptionError, match=r"the first batch of the loader is not the one"):
-        collect(net(), loader(8, shuffle=True), "0", tmp_path)
-
-
-class Twice(nn.Module):
-    def __init__(self, k: float) -> None:
-        super().__init__()
-        self.k = k
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.k * x
+    with pytest.raises(OptionError, match=r"autocast is torch.bfloat16 there and False here"):
+        collect(net(), loader(), "0", tmp_path)
 
 
-@pytest.mark.parametrize("into", [None, Mean()])
-def test_what_gives_other_rows_is_seen_by_the_first_batch(into: Any, tmp_path: Path) -> None:
-    model, options = nn.Sequential(net(), Twice(1.0)), {"into": into}
-    before = collect(model, loader(), "1", tmp_path / "a", **options)
-    twice = collect(model, loader(), "1", tmp_path / "b", hook=lambda o: 1.0 * o, **options)
-    assert len(before) == len(twice) == 1
-
-    refused = pytest.raises(OptionError, match='for the first batch "1" gives other values here')
-    with refused, edit_output(model[1], scale(1.01)):
-        collect(model, loader(), "1", tmp_path / "a", **options)
-    with refused, edit_output(model[0], zero(at=slice(0, 1))):
-        collect(model, loader(), "1", tmp_path / "a", **options)
-    with refused:
-        collect(model, loader(), "1", tmp_path / "b", hook=lambda o: 2.0 * o, **options)
-    model[1].k = 2.0
-    with refused:
-        collect(model, loader(), "1", tmp_path / "a", **options)
-
-
-def test_rows_that_random_numbers_are_part_of_are_gone_on_with(tmp_path: Path) -> None:
-    model = nn.Sequential(net(), nn.Dropout(0.5).train())
-
-    first = collect(model, loader(), "1", tmp_path)["1"][:]
-
-    assert torch.equal(collect(model, loader(), "1", tmp_path)["1"][:], first)
-
-
-@pytest.mark.parametrize("dtype", [getattr(torch, name) for name in CODES])
-def test_one_value_of_many_gives_another_digest(dtype: torch.dtype) -> None:
-    t = (torch.arange(512 * 512) % 2).view(512, 512).to(dtype)
-    before = digest([t])
-    t[300, 7] = 0
-
-    assert digest([t]) != before
-    assert digest([t.t()]) != digest([t])
-    assert alike(sketch(t), sketch(t.clone()))
-    assert not alike(sketch(t), sketch(t.t()))
+def test_a_loader_without_a_length_that_has_grown_is_gone_on_with(tmp_path: Path) -> None:
+    for n in (2, 5):
+        acts = collect(net(), iter(rows(20).split(4)[:n]), "0", tmp_path)
+        assert torch.equal(acts["0"][:], net()[0](rows(20)[: 4 * n]).detach())
+    with pytest.raises(OptionError, match="first 5 batches of the loader are not of the size"):
+        collect(net(), iter(rows(20).split(2)), "0", tmp_path)
 
 
 def test_a_loader_that_shuffles_gives_positions_in_its_order(tmp_path: Path) -> None:
@@ -674,27 +574,6 @@ def test_a_loader_that_shuffles_gives_positions_in_its_order(tmp_path: Path) -> 
     assert ids.ids.tolist() == (order + 100).tolist()
 
 
-def test_a_terminal_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setattr(progress, "_WAIT_S", 0.0)
-    monkeypatch.setattr(progress, "_PAUSE_S", 0.0)
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-
-    collect(net(), loader(), "0", tmp_path / "a")
-    collect(net(), iter([rows()]), "0", tmp_path / "b")
-
-    assert "2 of 3 batches, 0 s" in terminal.getvalue()
-    assert "1 of ? batches, 0 s" in terminal.getvalue()
-    assert not terminal.getvalue().split("\r")[-1].strip()
-
-
-# -- where a forward ends
-
-
 @pytest.mark.parametrize(("stop", "n_calls"), [(False, 3), (True, 0)])
 def test_what_follows_the_layers_runs_unless_a_forward_stops(
     stop: bool, n_calls: int, tmp_path: Path
@@ -709,14 +588,6 @@ def test_what_follows_the_layers_runs_unless_a_forward_stops(
     assert torch.equal(acts["0.2"][:], model(rows()).detach())
 
 
-def test_a_layer_called_again_gives_its_first_call_where_the_forward_stops() -> None:
-    layer = nn.ReLU()
-    model = nn.Sequential(layer, nn.Linear(4, 4), layer)
-
-    assert [*collect(model, loader(), "0", into=Mean())] == ["0:0", "0:1"]
-    assert [*collect(model, loader(), "0", into=Mean(), stop=True)] == ["0"]
-
-
 # -- errors
 
 
@@ -725,19 +596,18 @@ def test_a_layer_called_again_gives_its_first_call_where_the_forward_stops() -> 
     [
         (OptionError, "per=.*give one of", {"per": "row"}),
         (OptionError, r"collect\(n=0\): n is how many rows", {"n": 0}),
-        (OptionError, r"shard_bytes=0", {"shard_bytes": 0}),
+        (OptionError, "into= keeps nothing on disk", {"into": Mean(), "to": "acts"}),
         (ArgumentError, r"collect\(ids=1.5\): give the name of a field", {"ids": 1.5}),
         (OptionError, "ids='y'.*has no such field; it is .*4×4", {"ids": "y"}),
-        (OptionError, "needs a whole number, and this is 4×4 of torch.f", {"ids": 0}),
+        (OptionError, "needs a whole number, and this is 4×4 of torch.f", {"ids": lambda b: b[0]}),
         (OptionError, "this is 2 for 4 samples", {"ids": lambda b: torch.arange(2)}),
         (OptionError, "and this is a list. Number the samples", {"ids": lambda b: ["a"] * 4}),
         (OptionError, "the mask is 2, and the rows of", {"mask": lambda b: torch.ones(2)}),
         (HookError, "gives 6×4 for a batch of 4 samples, .* first d", {"hook": lambda o: o.T}),
         (HookError, "for a batch of 4 samples and 6 tokens", {"per": "token"}),
-        (HookError, "tensor is needed to make rows, and there is none", {"hook": lambda o: None}),
-        (HookError, "tensor of .*sparse.*rows are dense", {"hook": lambda o: o.to_sparse()}),
-        (HookError, "a tensor of torch.complex64", {"dtype": torch.complex64}),
-        (HookError, "a tensor of torch.complex128", {"hook": lambda o: o + 1j * o.double()}),
+        (HookError, "has None, and one dense tensor is needed", {"hook": lambda o: None}),
+        (HookError, "sparse.*and one dense tensor is needed", {"hook": lambda o: o.to_sparse()}),
+        (OptionError, "dtype='float16'.: give a dtype of torch", {"dtype": "float16"}),
         (ArgumentError, "hook must be a function, found an int", {"hook": 1}),
         (ArgumentError, r"into=<class.*give an accumulator, such as Mean", {"into": dict}),
     ],
@@ -757,17 +627,17 @@ def test_layers_that_give_no_rows_are_said(tmp_path: Path) -> None:
 
     with pytest.raises(HookError, match=r'rows of "0" are 5×6 of float32 in this .* and 3×6 of'):
         collect(model[:1], lengths, "0", tmp_path / "a")
-    with pytest.raises(HookError, match=r'is 3×7×5, 1×3×5, 1×3×5. Select one: "body".*"\[0\]"'):
+    with pytest.raises(HookError, match=r'has \(3×7×5, .* Select one of "body\[0\]", "body\[1\]'):
         collect(Text(), texts(), "body", tmp_path / "b", ids="id")
-    with pytest.raises(HookError, match=r"Give hook= a function of the inputs, such as lambda i"):
+    with pytest.raises(HookError, match=r"has \(input_ids=3×7, .*Give hook= a function"):
         collect(Text(), texts(), "", tmp_path / "b", ids="id", inputs=True)
-    with pytest.raises(HookError, match=r"1 of 1 modules were not called: 'body'.*Leave out what"):
+    with pytest.raises(HookError, match=r"1 of 1 modules were not called: 'body'. Leave out what"):
         collect(UnusedBody(), [torch.ones(2, 4)], "body", tmp_path / "c")
     with pytest.raises(SelectionError, match=r'no module matches "fc"'):
         collect(net(), loader(), "fc", tmp_path)
     with pytest.raises(ModelRunError, match=r"the loader gave no batch"):
         collect(net(), [], "0", tmp_path)
-    with pytest.raises(ArgumentError, match=r"'weight' has no shape yet. Run the model once"):
+    with pytest.raises(ArgumentError, match=r"a parameter has no shape yet. Run the model once"):
         collect(nn.LazyLinear(3), loader(), "", tmp_path)
 
 
@@ -778,13 +648,6 @@ class UnusedBody(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(x)
-
-
-def test_an_error_of_the_model_says_which_batch(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        collect(net(), [torch.ones(2, 4), torch.ones(2, 5)], "0", tmp_path)
-
-    assert caught.value.__notes__ == ["collect: in batch 1, for which the model was given (2×5)"]
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
@@ -799,8 +662,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 @pytest.fixture
 def acts(tmp_path: Path) -> Activations:
-    """23 rows in files of 4."""
-    return collect(net(), loader(23), ["0", "2"], tmp_path, shard_bytes=170)
+    return collect(net(), loader(23), ["0", "2"], tmp_path)
 
 
 INDICES: list[Any] = [
@@ -867,8 +729,6 @@ def test_a_layer_is_a_torch_dataset(acts: Activations) -> None:
     batches = list(DataLoader(pickle.loads(pickle.dumps(acts["0"])), batch_size=10))
 
     torch.testing.assert_close(torch.cat(batches), whole)
-    np.testing.assert_array_equal(np.asarray(acts["0"]), whole.numpy())
-    assert np.asarray(acts["0"], dtype=np.float64).dtype == np.float64
     assert repr(acts["0"]) == "Layer('0', 23×6 torch.float32)"
     assert (acts["0"].ndim, len(acts["0"]), acts["0"].ids is acts.ids) == (2, 23, True)
 
@@ -876,74 +736,20 @@ def test_a_layer_is_a_torch_dataset(acts: Activations) -> None:
 def test_an_unknown_layer_is_said_with_the_nearest(acts: Activations) -> None:
     with pytest.raises(SelectionError, match=r"has no layer '00'. Nearest: '0'"):
         acts["00"]
-    assert "::ids" not in acts
 
 
-def test_one_row_is_read_without_the_rest(tmp_path: Path) -> None:
-    acts = collect(net(), loader(23), "0", tmp_path, shard_bytes=170)
-    for shard in list((tmp_path / "rank0").glob("*.safetensors"))[1:]:
-        if shard.name != "00001.safetensors":
-            shard.unlink()
-    acts = Activations(tmp_path)
-    acts.__dict__["ids"] = torch.arange(23)
-
-    assert torch.equal(acts["0"][9], net()[0](rows(23))[9].detach())
-
-
-def progress_with(**changes: Any) -> Any:
-    import json
-
-    def damage(folder: Path) -> None:
-        file = folder / PROGRESS
-        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-    return damage
-
-
-def write(name: str, data: bytes | None) -> Any:
-    def damage(folder: Path) -> None:
-        file = folder / name
-        file.unlink() if data is None else file.write_bytes(data)
-
-    return damage
-
-
-PROGRESS = "rank0/progress.json"
-SHARD = "rank0/00001/00000-00000.safetensors"
-
-
-def cut(folder: Path) -> None:
-    file = folder / SHARD
-    file.write_bytes(file.read_bytes()[:-5])
-
-
-def swapped(folder: Path) -> None:
-    """A whole file, of other rows."""
-    from safetensors.torch import save_file
-
-    save_file({"0": torch.ones(9, 6)}, folder / SHARD)
+def edit_index(folder: Path, **changes: Any) -> None:
+    file = folder / "rank0" / "index.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 DAMAGES = {
-    "no json": write(PROGRESS, b"{"),
-    "no text": write(PROGRESS, b"\xff\xfe\x00"),
-    "a list": write(PROGRESS, b"[]"),
-    "deep": write(PROGRESS, b"[" * 100_000),
-    "another version": progress_with(format=99),
-    "more entries": progress_with(other=1),
-    "negative rows": progress_with(rows=[-4]),
-    "parts of rows": progress_with(rows=[4.5]),
-    "strange rows": progress_with(rows=3),
-    "strange layers": progress_with(layers={"0": [["a"], "float32"]}),
-    "no dtype": progress_with(layers={"0": [[6], "load"]}),
-    "no settings": progress_with(settings={}),
-    "strange rank": progress_with(settings={"rank": "../..", "ranks": 1}),
-    "an empty shard": write(SHARD, b""),
-    "another file": write(SHARD, b"PK\x03\x04" + b"\0" * 200),
-    "a huge header": write(SHARD, b"\xff" * 8 + b"{}"),
-    "no shard": write(SHARD, None),
-    "a short shard": cut,
-    "other rows": swapped,
+    "no json": lambda folder: (folder / "rank0" / "index.json").write_text("{"),
+    "no text": lambda folder: (folder / "rank0" / "index.json").write_bytes(b"\xff\xfe\x00"),
+    "a list": lambda folder: (folder / "rank0" / "index.json").write_text("[]"),
+    "another version": lambda folder: edit_index(folder, format=99),
+    "no rows": lambda folder: (folder / "rank0" / "0.npy").unlink(),
+    "fewer rows": lambda folder: os.truncate(folder / "rank0" / "0.npy", 500),
 }
 
 
@@ -953,10 +759,13 @@ def test_a_damaged_folder_is_said_in_one_line(
 ) -> None:
     DAMAGES[damage](tmp_path)
 
-    with pytest.raises(OptionError, match=r"cannot be read .* or remove the folder") as caught:
-        Activations(tmp_path)["0"][:]
-
-    assert "\n" not in str(caught.value)
+    for read in (
+        lambda: Activations(tmp_path)["0"],
+        lambda: collect(net(), loader(23), ["0", "2"], tmp_path),
+    ):
+        with pytest.raises(OptionError, match=r"cannot be read .* or remove this one") as caught:
+            read()
+        assert "\n" not in str(caught.value)
 
 
 def test_a_folder_without_activations_is_said(tmp_path: Path) -> None:
@@ -965,10 +774,10 @@ def test_a_folder_without_activations_is_said(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_part_is_said(acts: Activations, tmp_path: Path) -> None:
-    progress_with(done=False)(tmp_path)
+    edit_index(tmp_path, done=False)
 
     unfinished = Activations(tmp_path)
 
     assert repr(unfinished) == "Activations(not whole)"
     with pytest.raises(OptionError, match=r"the part of rank 0 of 1, .*, is not finished"):
-        unfinished["0"][:]
+        unfinished["0"]

@@ -2,86 +2,76 @@
 
 import copy
 import math
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from hookkit import compare_models, hook_outputs, select
-from hookkit.comparing.cli import main
+from hookkit import Hooks, compare_models, hook_outputs, select
 from hookkit.comparing.measures import difference
-from hookkit.errors import ArgumentError, OptionError, SelectionError
+from hookkit.errors import ArgumentError, HookError, OptionError, SelectionError
+
+X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 
 
-def net(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
+class Net(nn.Module):
+    """Two linear layers, and what a test does with them."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Any], **modules: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        for name, m in modules.items():
+            self.add_module(name, m)
+        self.run = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self, x)
+
+
+def in_turn(m: Any, x: Tensor) -> Tensor:
+    return m.b(m.a(x))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(16, 16), nn.GELU())
     return nn.Sequential(
-        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.3), inner,
+        nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.3), inner,
         nn.Linear(16, 4),
     )  # fmt: skip
 
 
-def nudged(model: nn.Module, *names: str) -> nn.Module:
+def broken(model: nn.Module, *names: str) -> Any:
     other = copy.deepcopy(model)
-    with torch.no_grad():
-        for name in names:
-            other.get_parameter(name).flatten()[0] += 0.5
+    for name in names:
+        other.get_parameter(name).data[0] += 0.5
     return other
 
 
-X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+def different(comparison: Any) -> list[str]:
+    return [r.name for r in comparison.different]
+
+
+# -- rows -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["0.weight", "1.bias", "4.0.weight", "5.bias"])
 def test_the_layer_with_another_weight_is_the_first(name: str) -> None:
-    model = net()
+    comparison = compare_models(net(), broken(net(), name), X)
 
-    found = compare_models(model, nudged(model, name), X)
-
-    assert found.first is not None
-    assert found.first.name == name.rpartition(".")[0]
-    assert [r.name for r in found] == ["0", "1", "2", "3", "4.0", "4.1", "4", "5", ""]
-
-
-def test_isolated_layers_show_their_own_error_behind_another_one() -> None:
-    model = net()
-
-    found = compare_models(model, nudged(model, "0.weight", "4.0.weight"), X, isolate=True)
-
-    assert [r.name for r in found.different] == ["0", "4.0"]
-    (behind,) = found["1"]
-    assert (behind.own_rel, behind.own_different) == (0.0, 0)
-    assert behind.rel > 0.01
-    assert "9 differ, 2 by their own error, first 0 Linear" in found.headline
-
-
-def test_errors_that_only_add_up_are_no_layers_own() -> None:
-    class Scale(nn.Module):
-        def __init__(self, by: float) -> None:
-            super().__init__()
-            self.by = nn.Parameter(torch.tensor(by, dtype=torch.float64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.by * x
-
-    a, b = (nn.Sequential(*(Scale(by) for _ in range(30))).double() for by in (1.0, 1.0 + 1e-6))
-    x = torch.full((4,), 100.0, dtype=torch.float64)
-
-    found = compare_models(a, b, x, rtol=1.3e-6, atol=0, isolate=True)
-
-    assert found.first is None
-    assert "differ, none by itself: small errors add up" in found.headline
-    assert compare_models(a, b, x, rtol=1.3e-6, atol=0).first is not None
+    assert comparison.first is not None
+    assert comparison.first.name == name.rpartition(".")[0]
+    assert [r.name for r in comparison] == ["0", "1", "2", "3", "4.0", "4.1", "4", "5", ""]
 
 
 def test_figures_are_those_of_float64() -> None:
     model = net().eval()
-    other = nudged(model, "0.weight")
+    other = broken(model, "0.weight")
     a, b = (m[0](X).detach().double() for m in (model, other))
 
     row = compare_models(model, other, X).first
@@ -92,27 +82,33 @@ def test_figures_are_those_of_float64() -> None:
     assert row.rel == pytest.approx(float(apart.norm() / a.norm()))
     assert row.cosine == pytest.approx(float(torch.cosine_similarity(a.ravel(), b.ravel(), dim=0)))
     assert row.n_different == int((apart > 1e-5 + 1.3e-6 * a.abs()).sum())
-    assert (row.type, row.shape, row.dtype, row.n) == ("Linear", (5, 16), "float32", 80)
+    assert (row.type, row.shape) == ("Linear", (5, 16))
+
+
+INF, NAN = math.inf, math.nan
 
 
 @pytest.mark.parametrize(
     ("a", "b", "max_abs", "rel", "n_different"),
     [
-        ([1.0, math.nan], [1.0, math.nan], 0.0, 0.0, 0),
-        ([1.0, math.inf], [1.0, math.inf], 0.0, 0.0, 0),
-        ([1.0, math.inf], [1.0, -math.inf], math.inf, math.inf, 1),
-        ([1.0, 2.0], [1.0, math.nan], math.inf, math.inf, 1),
-        ([0.0, 0.0], [0.0, 3.0], 3.0, math.inf, 1),
+        ([1.0, NAN], [1.0, NAN], 0.0, 0.0, 0),
+        ([1.0, INF], [1.0, INF], 0.0, 0.0, 0),
+        ([1.0, INF], [1.0, -INF], INF, INF, 1),
+        ([1.0, INF], [1.0, 1.0], INF, INF, 1),
+        ([1.0, 2.0], [1.0, NAN], INF, INF, 1),
+        ([0.0, 0.0], [0.0, 3.0], 3.0, INF, 1),
         ([0.0], [0.0], 0.0, 0.0, 0),
         ([], [], 0.0, 0.0, 0),
+        ([2**60, 3], [2**60 + 1, 3], 1.0, 2**-60, 1),  # float64 has not all whole numbers
     ],
 )
-def test_what_is_not_finite_or_zero_is_compared(
+def test_what_is_not_finite_zero_or_whole_is_compared(
     a: list[float], b: list[float], max_abs: float, rel: float, n_different: int
 ) -> None:
-    found = difference(torch.tensor(a), torch.tensor(b), 0.0, 0.0)
+    for tolerance in (0.0, 1e-2) if max_abs == INF else (0.0,):
+        apart = difference(torch.tensor(a), torch.tensor(b), tolerance, 0.0)
 
-    assert (found.max_abs, found.rel, found.n_different) == (max_abs, rel, n_different)
+        assert (apart.max_abs, apart.rel, apart.n_different) == (max_abs, rel, n_different)
 
 
 def test_chunks_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,25 +120,148 @@ def test_chunks_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert difference(a, b, 1e-3, 1e-3) == pytest.approx(whole)
 
 
-def test_gradients_of_outputs_and_parameters_are_compared() -> None:
+def test_another_dtype_has_the_looser_tolerance() -> None:
+    model, x = nn.Linear(8, 4), torch.full((2, 8), 1.001)
+    model.weight.data.fill_(0.25)
+    model.bias.data.fill_(1.0)
+    half = copy.deepcopy(model).bfloat16()
+
+    comparison = compare_models(model, half, x)
+
+    assert comparison.first is None
+    assert comparison[0].rel > 1e-5
+    assert compare_models(model, half, x, rtol=0).first is not None
+
+
+def test_modes_are_compared_from_one_random_state() -> None:
+    model = net()
+    evaluated = copy.deepcopy(model).eval()
+    state = torch.get_rng_state()
+
+    comparison = compare_models(model, evaluated, X)
+
+    assert different(comparison)[0] == "1"
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (model.training, evaluated.training) == (True, False)
+
+
+def test_a_compiled_model_is_compared_layer_by_layer() -> None:
     model = net().eval()
-    other = copy.deepcopy(model)
-    other[5].weight.register_hook(lambda grad: 2 * grad)  # right outputs, a wrong gradient
-    before = [p.grad for m in (model, other) for p in m.parameters()]
+    other = torch.compile(broken(model, "5.bias"), backend="eager")
+    other(X)
 
-    found = compare_models(model, other, X, grads=True, loss=lambda out: out.square().sum())
-
-    assert [(r.name, r.what) for r in found.different] == [("5.weight", "param_grad")]
-    assert {r.what for r in found} == {"output", "grad", "param_grad"}
-    assert [p.grad for m in (model, other) for p in m.parameters()] == before
-    out = model(X)
-    out.square().sum().backward()
-    assert model[5].weight.grad is not None
-    (row,) = found["5.weight"]
-    assert row.max_abs == pytest.approx(float(model[5].weight.grad.abs().max()), rel=1e-5)
+    assert different(compare_models(model, other, X)) == ["5", ""]
 
 
-def test_a_port_with_other_names_is_paired() -> None:
+def test_each_run_begins_with_the_same_state() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n = 0
+            self.register_buffer("total", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.n += 1
+            self.total += self.n
+            return x * self.total
+
+    norm = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    model = nn.Sequential(norm, Counts())
+
+    assert compare_models(model, model, X, isolate=True).first is None
+    assert (model[1].n, float(model[1].total)) == (0, 0.0)
+
+
+# -- what only one side has, or cannot be compared -------------------------------------------------
+
+
+class Loop(nn.Module):
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin, self.n = nn.Linear(4, 4), n
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [self.lin(x) for _ in range(self.n)]
+
+
+@pytest.mark.parametrize(("a", "b"), [(3, 2), (2, 3)])
+def test_a_call_and_a_tensor_that_one_side_lacks_are_differences(a: int, b: int) -> None:
+    comparison = compare_models(Loop(a), Loop(b), X)
+
+    first, side = comparison.first, "first" if a > b else "second"
+    assert first is not None
+    assert (first.name, first.call) == ("lin", 2)
+    assert first.problem == f"not given by the {'second' if a > b else 'first'}"
+    assert comparison.unpaired == (f"lin call 2 ({side} only)", f"(model)[2] ({side} only)")
+    assert "lin call 2" in str(comparison)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_layer_that_one_side_lacks_is_named(swapped: bool) -> None:
+    a, b = Net(in_turn, more=nn.Identity(), never=nn.Linear(4, 4)), Net(in_turn)
+    a.run = lambda m, x: m.more(in_turn(m, x))
+
+    comparison = compare_models(b, a, X) if swapped else compare_models(a, b, X)
+
+    assert different(comparison) == ["more"]
+    assert comparison.first.problem == f"no such layer in the {'first' if swapped else 'second'}"
+
+
+def test_the_truth_value_of_a_comparison_is_an_error() -> None:
+    with pytest.raises(OptionError, match=r"truth value .* Ask `\.first is None`"):
+        assert not compare_models(net(), net(), X)
+
+
+class Gives(nn.Module):
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(x)
+
+
+class Opaque:
+    __slots__ = ("x",)
+
+
+def test_tensors_in_the_attributes_of_a_result_are_compared() -> None:
+    one, two = (Gives(lambda x, k=k: torch.distributions.Normal(x * k, 1.0)) for k in (1.0, 2.0))
+
+    assert different(compare_models(one, two, X)) == [".loc"]
+    assert compare_models(one, copy.deepcopy(one), X).first is None
+
+
+@pytest.mark.parametrize("make", [lambda x: (x, Opaque()), lambda x: [x, (t for t in x)]])
+def test_a_result_that_cannot_be_taken_apart_is_a_difference(make: Any) -> None:
+    first = compare_models(Gives(make), Gives(make), X).first
+
+    assert first is not None
+    assert first.name == "[1]"
+    assert "in which hookkit finds no tensor" in first.problem
+    assert compare_models(Gives(lambda x: (x, {3})), Gives(lambda x: (x, {3})), X).first is None
+
+
+def test_shapes_that_differ_are_named() -> None:
+    first = compare_models(nn.Linear(4, 3), nn.Linear(4, 2), X).first
+
+    assert first is not None
+    assert first.problem == "5×2 in the second"
+
+
+def test_nothing_in_common_is_an_error() -> None:
+    one, two = nn.Sequential(nn.ReLU()), nn.ModuleDict({"a": nn.ReLU()})
+    two.forward = two["a"].forward
+
+    with pytest.raises(SelectionError, match=r"nothing was compared.* '0', the second 'a'\. Give"):
+        compare_models(one, two, X, modules="0")
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+def test_a_port_with_other_names_and_containers_is_paired() -> None:
     model = net().eval()
 
     class Port(nn.Module):
@@ -156,166 +275,311 @@ def test_a_port_with_other_names_is_paired() -> None:
             return self.head(self.blocks[0](self.stem(x)))
 
     names = {str(i): f"stem.{i}" for i in range(4)} | {"4": "blocks.0", "5": "head"}
-    found = compare_models(model, Port().eval(), X, names=names)
+    comparison = compare_models(model, Port().eval(), X, names=names)
 
-    assert found.first is None
-    assert len(found) == 9
-    assert found["4.1"][0].other_name == "blocks.0.1"
-    assert found.unpaired == ("stem (second only)",)
-
-
-@pytest.mark.parametrize(
-    ("names", "match"),
-    [
-        ({"9": "0"}, 'first model is called "9". Nearest: .* Give names'),
-        ({"0": "stem"}, 'second model is called "stem". Nearest: .* Give names'),
-        ({"": "stack"}, 'second model is called "stack"'),
-        ({"4.*": "stem.*"}, r'second model is called "stem\.\*"'),
-    ],
-)
-def test_names_that_match_nothing_are_refused(names: dict[str, str], match: str) -> None:
-    with pytest.raises(SelectionError, match=match):
-        compare_models(net(), net(), X, names=names)
+    assert comparison.first is None
+    assert comparison["4.1"][0].other_name == "blocks.0.1"
+    assert comparison.unpaired == ("stem (second only)",)
 
 
-def test_a_comparison_of_nothing_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    paths = []
-    for name in ("a", "b"):
-        port = nn.ModuleDict({name: nn.ReLU()})
-        with hook_outputs(select(port, name)) as h:
-            port[name](X)
-        paths.append(h.save(tmp_path / f"{name}.safetensors"))
-    match = r"nothing was compared.* The first has 'a', the second 'b'\. Give names="
+def test_a_model_inside_another_one_is_paired_by_the_empty_name() -> None:
+    body = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model = Net(lambda m, x: m.b(m.body(x)), body=copy.deepcopy(body))
 
-    with pytest.raises(SelectionError, match=match):
-        compare_models(*paths)
-    with pytest.raises(SelectionError, match=r"The first has 'a', the second '0'"):
-        compare_models(paths[0], nn.Sequential(nn.ReLU()), X)
-    assert compare_models(*paths, names={"a": "b"}).first is None
-    assert main([*map(str, paths)]) == 1
+    inside = compare_models(body, model, X, names={"": "body"})
+    outside = compare_models(model, body, X, names={"body": ""}, modules="body*")
+
+    assert [r.other_name for r in inside] == ["body.0", "body.1", "body"]
+    assert inside.first is outside.first is None
+    assert inside.unpaired == ("b (second only)", "(model) (second only)")
 
 
-def test_another_dtype_has_the_looser_tolerance() -> None:
-    model = nn.Linear(8, 4)
-    model.weight.data.fill_(0.25)
-    model.bias.data.fill_(1.0)
+def test_parts_of_what_is_a_layer_on_the_other_side_are_not_missing() -> None:
+    model = Net(lambda m, x: m.act(m.a(x)), act=nn.GELU())
+    port = Net(lambda m, x: m.act(m.a(x)), act=nn.Sequential(nn.GELU(), nn.Identity()))
 
-    x = torch.ones(2, 8)
-    found = compare_models(model, copy.deepcopy(model).bfloat16(), x * 1.001)
-
-    assert found.first is None
-    assert found[0].rel > 1e-5
-    assert compare_models(model, copy.deepcopy(model).bfloat16(), x * 1.001, rtol=0).first
+    assert compare_models(model, port, X, names={"act": "act"}).first is None
+    assert compare_models(port, model, X, names={"act": "act"}).first is None
+    assert different(compare_models(model, port, X)) == ["act.0", "act.1"]
 
 
-def test_modes_are_compared_from_one_random_state() -> None:
-    model = net()
-    evaluated = copy.deepcopy(model).eval()
-    state = torch.get_rng_state()
+def test_a_missing_layer_is_named_beside_other_names() -> None:
+    one = nn.Sequential(nn.Sequential(nn.ReLU(), nn.Dropout(0.0), nn.LayerNorm(4)), nn.Linear(4, 4))
+    two = nn.ModuleDict({"h": nn.Sequential(nn.ReLU())})
+    two.forward = lambda x: two["h"](x)
 
-    found = compare_models(model, evaluated, X)
-
-    assert found.first is not None
-    assert found.first.name == "1"
-    assert torch.equal(torch.get_rng_state(), state)
-    assert (model.training, evaluated.training) == (True, False)
+    # the root and h differ too; a dropout may be a function, and what has weights is missing
+    comparison = compare_models(one, two, X, names={"0": "h"}, rtol=1e9, atol=1e9)
+    assert different(comparison) == ["0.2", "1"]
 
 
-def test_shapes_calls_and_layers_that_differ_are_named() -> None:
-    class Twice(nn.Module):
-        def __init__(self, n: int, out: int) -> None:
+def test_modules_and_paths_select_what_is_compared() -> None:
+    lstm = nn.Sequential(nn.LSTM(4, 4))
+    other = broken(lstm, "0.bias_hh_l0")
+
+    comparison = compare_models(lstm, other, X, modules="0[1][0]")
+
+    assert [(r.name, r.differs) for r in comparison] == [("0[1][0]", True)]
+
+
+# -- isolate --------------------------------------------------------------------------------------
+
+
+def test_isolated_layers_show_their_own_error_behind_another_one() -> None:
+    comparison = compare_models(net(), broken(net(), "0.weight", "4.0.weight"), X, isolate=True)
+
+    assert different(comparison) == ["0", "4.0"]
+    (behind,) = comparison["1"]
+    assert (behind.own_rel, behind.own_different) == (0.0, 0)
+    assert behind.rel > 0.01
+    assert "9 differ, 2 by their own error, first 0 Linear" in comparison.headline
+
+
+def test_code_between_layers_is_an_own_error_of_the_module_around_them() -> None:
+    inner = Net(lambda m, x: m.b(torch.relu(m.a(x))))
+    model = Net(lambda m, x: m.b(m.inner(m.a(x))), inner=inner)
+    other = broken(model, "a.bias")
+    other.inner.run = lambda m, x: m.b(torch.tanh(m.a(x)))
+
+    comparison = compare_models(model, other, X, isolate=True)
+
+    assert different(comparison) == ["a", "inner"]
+
+
+def test_own_errors_of_modules_that_work_in_place_are_right() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        m.act(h)  # what it returns is not used
+        return m.b(h) + h
+
+    model = Net(forward, act=nn.ReLU(inplace=True))
+
+    assert different(compare_models(model, broken(model, "a.weight"), X, isolate=True)) == ["a"]
+
+
+def test_own_errors_of_recursive_calls_are_right() -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
             super().__init__()
-            self.lin, self.head, self.n = nn.Linear(8, 8), nn.Linear(8, out), n
+            self.lin = nn.Linear(4, 4)
 
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(self.n):
-                x = self.lin(x)
-            return self.head(x)
+        def forward(self, x: Tensor, n: int = 2) -> Tensor:
+            return self(x * 2, n - 1) + self.lin(x) if n else x
 
-    a = Twice(2, 3)
-    b = Twice(3, 4)
-    b.lin = a.lin
-    found = compare_models(a, b, X)
+    model = Net(lambda m, x: m.again(m.a(x)), again=Again())
 
-    assert [(r.name, r.call) for r in found][:2] == [("lin", 0), ("lin", 1)]
-    assert found.first is not None
-    assert found.first.name == "head"
-    assert found.first.problem == "5×4 in the second"
-    assert found.unpaired == ("lin call 2 (second only)",)
-    assert "lin call 2 (second only)" in str(found)
+    comparison = compare_models(model, broken(model, "a.bias"), X, isolate=True)
+
+    assert different(comparison) == ["a"]
+    assert [r.own_rel for r in comparison["again"]] == [0.0, 0.0, 0.0]
 
 
-def test_of_a_compiled_model_the_result_is_compared() -> None:
+def test_experts_are_isolated_behind_a_router_that_is_broken() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        chosen = m.a(x).argmax(1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(m.experts):
+            out[chosen == i] = expert(x[chosen == i])
+        return m.b(out)
+
+    model = Net(forward, experts=nn.ModuleList(nn.Linear(4, 4) for _ in range(4)))
+
+    comparison = compare_models(model, broken(model, "a.weight", "experts.1.bias"), X, isolate=True)
+
+    assert different(comparison) == ["a", "experts.1"]
+
+
+class Block(nn.Module):
+    """A block of the reference: its caller gives it positions and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, *, states: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        return self.lin(states) + positions
+
+
+class PortBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.lin(x) + torch.arange(4)
+
+
+def test_a_ports_block_is_given_those_inputs_that_it_takes() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        positions = torch.arange(4)
+        return m.b(m.block(states=m.a(x), positions=positions, mask=torch.ones(1)))
+
+    model = Net(forward, block=Block())
+    port = Net(lambda m, x: m.b(m.block(m.a(x))), block=PortBlock())
+    port.load_state_dict(broken(model, "a.bias").state_dict())
+
+    comparison = compare_models(model, port, X, isolate=True)
+
+    assert different(comparison) == ["a"]
+    (row,) = comparison["block"]
+    assert (row.own_rel, row.own_note) == (0.0, "called without positions, mask")
+    assert "block (called without positions, mask)" in str(comparison)
+
+
+def test_where_there_is_no_own_error_the_reason_is_said() -> None:
+    class Two(nn.Linear):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return super().forward(x) * scale
+
+    model = Net(in_turn)
+    other = Net(lambda m, x: m.b(m.a(x), torch.ones(())), b=Two(4, 4))
+    other.load_state_dict(broken(model, "a.bias").state_dict())
+
+    comparison = compare_models(model, other, X, isolate=True)
+
+    (row,) = comparison["b"]
+    assert different(comparison) == ["a"]
+    assert (row.differs, row.own_different) == (True, None)
+    assert row.own_note.startswith("no own error: TypeError")
+    assert "b (no own error: TypeError" in str(comparison)
+
+
+# -- gradients ------------------------------------------------------------------------------------
+
+
+def test_gradients_of_outputs_and_parameters_are_compared() -> None:
     model = net().eval()
-    other = nudged(model, "5.bias")
-    other.compile(backend="eager")
+    other = copy.deepcopy(model)
+    other[5].weight.register_hook(lambda grad: 2 * grad)  # right outputs, a wrong gradient
 
-    found = compare_models(model, other, X)
+    comparison = compare_models(model, other, X, grads=True, loss=lambda out: out.square().sum())
 
-    assert [r.name for r in found] == [""]
-    assert found.first is not None
-    assert "The second model is compiled" in str(found)
+    assert [(r.name, r.what) for r in comparison.different] == [("5.weight", "param_grad")]
+    assert {r.what for r in comparison} == {"output", "grad", "param_grad"}
+    assert all(p.grad is None for m in (model, other) for p in m.parameters())
+    model(X).square().sum().backward()
+    (row,) = comparison["5.weight"]
+    assert row.max_abs == pytest.approx(float(model[5].weight.grad.abs().max()), rel=1e-5)
+
+
+def test_gradients_of_outputs_are_what_retain_grad_gives() -> None:
+    model = Net(lambda m, x: m.act(m.a(x)), act=nn.ReLU(inplace=True))
+    other = Net(lambda m, x: 3 * m.act(m.a(x)), act=nn.ReLU(inplace=True))
+
+    comparison = compare_models(model, other, X, grads=True)
+
+    (_, grad) = comparison["a"]
+    active = float((model.a(X) > 0).sum())
+    assert (grad.what, grad.max_abs) == ("grad", 2.0)
+    assert grad.n_different == active  # of what comes before the ReLU, which works in place
+
+
+def test_gradients_behind_a_checkpoint_are_compared() -> None:
+    model = Net(lambda m, x: checkpoint(lambda x: m.b(m.a(x).tanh()), x, use_reentrant=False))
+
+    comparison = compare_models(model, broken(model, "a.bias"), X, isolate=True, grads=True)
+
+    assert different(comparison) == ["a"]
+    assert [r.name for r in comparison if r.what == "grad"] == ["", "b", "a"]
+
+
+def test_a_parameter_without_a_partner_is_a_difference() -> None:
+    model = Net(in_turn)
+    other = copy.deepcopy(model)
+    nn.utils.parametrizations.weight_norm(other.b)
+
+    comparison = compare_models(model, other, X, grads=True)
+
+    assert different(comparison) == ["b.weight"]
+    assert comparison.unpaired == ("b.weight param grad (first only)",)
+
+
+# -- captures in files ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Callable[..., Path]:
+    pytest.importorskip("safetensors")
+
+    def saved(model: nn.Module, layers: Any, **options: Any) -> Path:
+        with hook_outputs(layers, **options) as h:
+            model(X)
+        return h.save(tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors")
+
+    return saved
+
+
+def test_a_capture_takes_the_place_of_a_model(save: Any) -> None:
+    model = nn.Sequential(nn.LSTM(4, 4), nn.Identity())
+    other = broken(model, "0.bias_hh_l0")
+    one, two = (save(m, select(m, "0", "")) for m in (model, other))
+
+    for comparison in (compare_models(one, two), compare_models(one, other, X),
+                       compare_models(model, two, X)):  # fmt: skip
+        assert [r.name for r in comparison] == [
+            "0[0]",
+            "0[1][0]",
+            "0[1][1]",
+            "[0]",
+            "[1][0]",
+            "[1][1]",
+        ]
+        assert comparison.first is not None
+        assert (comparison.first.name, comparison.first.type) == ("0[0]", "LSTM")
+    assert compare_models(one, model, X).first is None
+
+
+def test_a_capture_that_lacks_a_layer_differs_both_ways(save: Any) -> None:
+    model = net().eval()
+    every, fewer = save(model, select(model, "0", "1", "5")), save(model, select(model, "0", "1"))
+
+    assert different(compare_models(every, fewer)) == ["5"]
+    assert different(compare_models(fewer, every)) == ["5"]
+
+
+def test_a_capture_of_last_calls_is_compared_with_last_calls(save: Any) -> None:
+    model = Net(lambda m, x: m.b(m.a(m.a(x))))
+    last, every = (save(model, select(model), keep=keep) for keep in ("last", "all"))
+
+    for a, b in ((last, model), (model, last), (last, every), (every, last), (every, model)):
+        comparison = compare_models(a, b, *([X] if model in (a, b) else []))
+
+        assert comparison.first is None
+        assert len(comparison) == (3 if last not in (a, b) else 2)
+
+
+def test_captures_keep_names_and_paths_apart(save: Any) -> None:
+    odd = nn.ModuleDict({"a/b": nn.Linear(4, 4), "c:1": nn.LSTM(4, 4)})
+    model = Net(lambda m, x: m.odd["c:1"](m.odd["a/b"](x))[0], odd=odd)
+    leaf = "odd.c:1[1][0]"
+
+    path = save(model, select(model, "odd.a/b", leaf))
+
+    for a, b in ((path, model), (model, path)):
+        comparison = compare_models(a, b, X)
+        assert [r.name for r in comparison] == ["odd.a/b", leaf]
+        assert comparison.first is None
+
+
+def test_a_capture_of_inputs_is_no_capture_of_outputs(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    model = Net(in_turn)
+    with Hooks(select(model, "a"), None, pre=True) as h:
+        model(X)
+
+    with pytest.raises(OptionError, match="hooks of kind 'pre' stored"):
+        compare_models(h.save(tmp_path / "inputs.safetensors"), model, X)
+
+
+# -- errors and text ------------------------------------------------------------------------------
+
+
+class Detached(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+def scripted(m: nn.Module) -> Any:
+    return torch.jit.script(nn.Sequential(nn.ReLU()))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is:DeprecationWarning")
-def test_of_a_scripted_model_the_result_is_compared() -> None:
-    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
-    same, other = torch.jit.script(model), torch.jit.script(nudged(model, "0.bias"))
-
-    for a, b in ((model, other), (other, model), (same, other)):
-        found = compare_models(a, b, X)
-        assert found.first is not None
-        assert [r.name for r in found] == [""]
-    assert compare_models(model, same, X).first is None
-
-
-def test_files_take_the_place_of_models(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    model = nn.Sequential(nn.LSTM(8, 4), nn.Identity())
-    other = nudged(model, "0.bias_hh_l0")
-    paths = []
-    for i, m in enumerate((model, other)):
-        with hook_outputs(select(m, "0", ""), keep="all") as h:
-            m(X)
-            m(2 * X)
-        paths.append(h.save(tmp_path / f"{i}.safetensors"))
-
-    both = compare_models(*paths)
-    live = compare_models(paths[0], other, X)
-
-    assert [(r.name, r.call) for r in both][:4] == [
-        ("0[0]", 0),
-        ("0[1][0]", 0),
-        ("0[1][1]", 0),
-        ("0[0]", 1),
-    ]
-    assert both.first is not None
-    assert (both.first.name, both.first.type) == ("0[0]", "LSTM")
-    assert live.first is not None
-    assert live.first.name == both.first.name
-    assert any("call 1 (first only)" in text for text in live.unpaired)
-
-
-def test_the_command_says_by_its_exit_code_whether_files_agree(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    model = net().eval()
-    paths = []
-    for i, m in enumerate((model, nudged(model, "5.bias"))):
-        with hook_outputs(select(m)) as h:
-            m(X)
-        paths.append(str(h.save(tmp_path / f"{i}.safetensors")))
-
-    def run(*args: str) -> Any:
-        command = [sys.executable, "-m", "hookkit", "compare", *args]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    same, other, missing = run(paths[0], paths[0]), run(*paths), run(paths[0], "none")
-    assert (same.returncode, other.returncode, missing.returncode) == (0, 1, 2)
-    assert "first 5 Linear" in other.stdout
-    assert "none cannot be read" in missing.stderr
-
-
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
@@ -324,43 +588,52 @@ def test_the_command_says_by_its_exit_code_whether_files_agree(tmp_path: Path) -
         (lambda m: compare_models(m, m, X, grads="yes"), ArgumentError, "grads"),
         (lambda m: compare_models(m, m, X, modules="8"), SelectionError, '"8"'),
         (lambda m: compare_models(m, m, X, names=["0"]), OptionError, "is no dict"),
-        (lambda m: compare_models(m, m, X, names={"*": "a"}), OptionError, "as many of them"),
         (lambda m: compare_models(m, m.to("meta"), X), ArgumentError, "without values"),
+        (lambda m: compare_models(m, scripted(m), X), HookError, "TorchScript runs no Python"),
         (lambda m: compare_models(m, "no.safetensors", X), OptionError, "cannot be read"),
+        (lambda m: compare_models(m, m, X, loss=sum), ArgumentError, "what grads=True differ"),
         (lambda m: compare_models(nn.ReLU(), Detached(), X, grads=True), ArgumentError, "gradient"),
+        (
+            lambda m: compare_models(m, m, X, grads=True, loss=lambda out: out),
+            ArgumentError,
+            "loss gave 5×4, and one number with a gradient is needed",
+        ),
     ],
 )
 def test_bad_input_gets_a_clear_error(call: Any, error: type[Exception], match: str) -> None:
+    pytest.importorskip("safetensors")
+
     with pytest.raises(error, match=match):
         call(net())
 
 
-class Detached(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.detach()
+def test_an_error_of_the_second_model_comes_with_what_was_compared_until_then() -> None:
+    model = Net(in_turn)
+    other = broken(model, "a.bias")
+    other.b = nn.Linear(3, 4)
 
-
-def test_an_error_of_a_model_says_which_one() -> None:
     with pytest.raises(RuntimeError) as error:
-        compare_models(net(), nn.Linear(3, 3), X)
+        compare_models(model, other, X)
 
-    assert "compare_models: raised by the second model" in error.value.__notes__
+    notes = "\n".join(error.value.__notes__)
+    assert "compare_models: raised by the second model" in notes
+    assert "until then 1 tensor compared, 1 differs" in notes
 
 
-def test_text_html_frame_and_picture_show_the_first_difference() -> None:
-    pd, plt = pytest.importorskip("pandas"), pytest.importorskip("matplotlib.pyplot")
-    model = net()
+def test_text_and_frame_show_the_first_difference() -> None:
+    pd = pytest.importorskip("pandas")
+    deep = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = Net(lambda m, x: m.a_name_that_is_longer_than_the_rest(x),
+                a_name_that_is_longer_than_the_rest=deep)  # fmt: skip
 
-    found = compare_models(model, nudged(model, "4.0.weight"), X, isolate=True)
+    comparison = compare_models(
+        model, broken(model, "a_name_that_is_longer_than_the_rest.1.bias"), X, isolate=True
+    )
 
-    assert "first 4.0 Linear (own error" in str(found)
-    assert "→ 4.0 Linear" in found.text(80)
-    assert "4.0 Linear" in found._repr_html_()
-    frame = found.to_df()
+    text = comparison.text(72)
+    assert "→ …" in text
+    assert "_rest.1 Linear" in text
+    assert max(map(len, text.splitlines()[1:])) <= 72
+    frame = comparison.to_df()
     assert isinstance(frame, pd.DataFrame)
-    assert list(frame["name"]) == [r.name for r in found]
-    ax = found.plot()
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
-        "error", "own error, if any", "first beyond the tolerance",
-    ]  # fmt: skip
-    plt.close("all")
+    assert list(frame["name"]) == [r.name for r in comparison]

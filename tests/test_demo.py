@@ -23,18 +23,8 @@ def test_the_demo_learns_prints_and_draws(
     assert code == 0
     assert "Total params: " in text
     assert "Diagnosis: " in text
-    for name in (
-        "run",
-        "loss",
-        "colorful_dimension",
-        "means_and_stds",
-        "near_zero",
-        "dead_units",
-        "depth",
-    ):
-        assert (out / f"{name}.png").stat().st_size > 5_000
-    assert len(list(out.glob("layer_*.png"))) == 12
-    assert (out / "layer_00_conv1.png").exists()
+    assert (out / "run.png").stat().st_size > 5_000
+    assert text.splitlines()[0].split() == ["epoch", "train_loss", "valid_loss", "accuracy", "time"]
     assert "\nconv1 Conv2d " in text
     assert "head" in text
     assert "<html" in (out / "report.html").read_text()
@@ -45,7 +35,6 @@ def test_the_demo_learns_prints_and_draws(
     [
         (["--epochs", "0"], "--epochs 0: give 1 or more"),
         (["--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
-        (["--device", "toaster"], "--device toaster: "),
         (["--colour", "red"], "unrecognized arguments: --colour red"),
     ],
 )
@@ -60,17 +49,3 @@ def test_a_bad_value_gets_its_reason_and_exit_code_two(
     assert message in err
     assert "Traceback" not in err
     assert not (tmp_path / "out").exists()
-
-
-def test_a_file_is_not_overwritten_by_the_out_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "precious.txt"
-    file.write_text("own")
-
-    with pytest.raises(SystemExit) as stop:
-        demo.main(["--out", str(file)])
-
-    assert stop.value.code == 2
-    assert "precious.txt: File exists. Name a folder" in capsys.readouterr().err
-    assert file.read_text() == "own"

@@ -137,7 +137,7 @@ def test_a_device_without_float64_records_the_same(
 ):
     wanted_losses, wanted = losses_and_record(torch.device("cpu"))
     monkeypatch.setattr("hookkit.devices.WITHOUT_FLOAT64", frozenset((gpu.type,)))
-    monkeypatch.setattr("hookkit.moments.triton_kernels.serves", lambda device: False)
+    monkeypatch.setattr("hookkit.moments.triton_rows.serves", lambda device: False)
 
     with NoFloat64():
         losses, run = losses_and_record(gpu)

@@ -1,19 +1,16 @@
 """`edit_function`, against models whose forward has the change written into it."""
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from backwards import BackwardIn, here, pytorchs_thread
-from hooked import n_hooks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hookkit.editing import add, edit_function, patch_from, replace, scale, zero
-from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
+from hookkit.editing import add, edit_function, patch_from, scale, zero
+from hookkit.errors import HookError
 from hookkit.hooks import hook_function
 from hookkit.selecting import select
 
@@ -42,10 +39,6 @@ def net() -> nn.Sequential:
 @pytest.fixture
 def x() -> Tensor:
     return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
-
-
-def modes() -> int:
-    return int(torch._C._len_torch_function_stack())
 
 
 def test_a_head_inside_fused_attention_is_zeroed(net: nn.Sequential, x: Tensor) -> None:
@@ -180,49 +173,6 @@ def test_a_checkpoint_is_edited_again(
         torch.testing.assert_close(a, b)
 
 
-class Half(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-        self.outer = nn.Linear(4, 4)
-
-    def method(self, x: Tensor) -> Tensor:
-        return F.relu(self.inner(F.relu(self.outer(x))))
-
-    def forward(self, x: Tensor, run: Any) -> Tensor:
-        return run(self.method, x) + run(lambda x: F.relu(self.outer(x)), x)
-
-
-@pytest.mark.parametrize("options", [{}, {"inputs": True}, {"grad": True}])
-@pytest.mark.parametrize("within", ["all", "root", "outside"])
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("backward_in", [here, pytorchs_thread])
-def test_a_checkpoint_of_a_part_of_a_forward_is_edited_again(
-    options: dict[str, bool], within: str, reentrant: bool, backward_in: BackwardIn
-) -> None:
-    torch.manual_seed(0)
-    net = Half()
-    where: Any = {"all": net, "root": [("root", net)], "outside": select(net, "inner")}[within]
-
-    def grads(run: Any) -> list[Tensor]:
-        x = torch.ones(3, 4, requires_grad=True)
-        with edit_function(F.relu, _twice, within=where, **options) as edits:
-            backward_in(net(x, run).square().sum().backward)
-        assert edits.n_calls
-        got = [x.grad, *(p.grad for p in net.parameters())]
-        net.zero_grad()
-        return got  # type: ignore[return-value]
-
-    again = grads(lambda f, x: checkpoint(f, x, use_reentrant=reentrant))
-    for a, b in zip(again, grads(lambda f, x: f(x)), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def _twice(call: Any, seen: Any, output: Any = None) -> Any:
-    first = seen[0] if isinstance(seen, tuple) else seen
-    return 2 * (first if output is None else output) + 1
-
-
 def test_a_compiled_model_is_edited(net: nn.Sequential, x: Tensor) -> None:
     model = torch.compile(net, backend="eager")
     before = model(x)
@@ -245,98 +195,3 @@ def test_another_threads_calls_are_left_alone(x: Tensor) -> None:
         F.relu(x)
 
     assert torch.equal(got[0], F.relu(x))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda y: y.relu_(),
-        lambda y: F.relu(y, inplace=True),
-        lambda y: F.relu(input=y, inplace=True),
-        lambda y: F.relu(y, True),
-        lambda y: torch.ops.aten.relu_(y),
-        lambda y: nn.ReLU(inplace=True)(y),
-    ],
-)
-@pytest.mark.parametrize("inputs", [False, True])
-def test_an_edit_of_a_call_in_place_is_in_its_input_too(
-    call: Callable[[Tensor], Any], inputs: bool, x: Tensor
-) -> None:
-    x.requires_grad_()
-    y = x * 2
-
-    with edit_function(F.relu, scale(3), inputs=inputs):
-        out = call(y)
-    y.square().sum().backward()
-
-    assert out is y
-    torch.testing.assert_close(y, 6 * x.relu())
-    torch.testing.assert_close(x.grad, 72 * x.relu())
-
-
-def test_an_edit_of_an_operator_in_place(x: Tensor) -> None:
-    y, z, masked = x.clone(), x.clone(), x > 0
-    same, taken = y, masked
-
-    with hook_function(torch.clone) as own, edit_function(torch.add, lambda out: out * 2):
-        y += z
-        z.add_(z).clone()
-    with edit_function(torch.bitwise_and, zero()):
-        masked &= masked
-
-    assert (same is y, taken is masked) == (True, True)
-    torch.testing.assert_close((y, z), (4 * x, 4 * x))
-    assert not masked.any()
-    assert len(own) == 1  # the user's
-
-
-def test_a_result_that_is_written_elsewhere_is_an_error(x: Tensor) -> None:
-    text = r"exp writes its result into tensors that it is given \(out=, or a list\), where"
-    with pytest.raises(HookError, match=text), edit_function(torch.exp, zero()):
-        torch.exp(x, out=x)
-    with pytest.raises(HookError, match="or a list"), edit_function(torch._foreach_exp_, zero()):
-        torch._foreach_exp_([x])
-    assert modes() == 0
-
-
-def test_wrong_edits_are_errors(net: nn.Sequential, x: Tensor) -> None:
-    with pytest.raises(
-        ArgumentError, match="edit_function: zero makes an edit, and is none itself"
-    ):
-        edit_function(F.relu, zero)
-    with pytest.raises(ArgumentError, match="edit_function: my is not one of the torch functions"):
-        edit_function(my, zero())
-    with pytest.raises(
-        OptionError, match=r"edit_function: inputs=True edits what .* Give one of the"
-    ):
-        edit_function(F.relu, zero(), inputs=True, grad=True)
-    with pytest.raises(OptionError, match=r"edit_function\(calls=-1\): calls are numbered 0, 1"):
-        edit_function(F.relu, zero(), calls=-1)
-    h = edit_function(F.relu, lambda o: (o, o))
-    with pytest.raises(HookError, match=r"'relu'.*the replacement is tuple"), h:
-        F.relu(x)
-    h = edit_function(F.relu, replace(torch.ones(3)))
-    with pytest.raises(HookError, match=r"replace on 'relu'.*does not fit what is there, 2×5×8"), h:
-        F.relu(x)
-    assert (modes(), n_hooks(net)) == (0, 0)
-
-
-def my(x: Tensor) -> Tensor:
-    return x
-
-
-def test_an_exception_of_an_edit_says_where(x: Tensor) -> None:
-    def failing(o: Tensor) -> Tensor:
-        raise KeyError("mine")
-
-    h = edit_function(F.relu, failing)
-    with pytest.raises(KeyError, match="mine") as e, h:
-        F.relu(x)
-
-    assert any("raised by the hook" in note and "on relu" in note for note in e.value.__notes__)
-
-
-def test_an_edit_that_is_never_reached_is_reported(x: Tensor) -> None:
-    text = "gelu was never called in this thread inside the block. Called were exp. Run the model"
-    with pytest.warns(NeverFiredWarning, match=text), edit_function(F.gelu, zero()):
-        x.exp()

@@ -3,12 +3,13 @@
 from typing import Any
 
 import pytest
+from learners import EventLog
 from torch import nn
 
 from hookkit import events
 from hookkit.callbacks import Callback
-from hookkit.events import BATCH_EVENTS, CANCELS, EVENTS, SKIPS
-from hookkit.testing import EventLog, synth_learner
+from hookkit.events import BATCH_EVENTS, CANCELS, EVENTS
+from hookkit.testing import synth_learner
 
 TRAIN_BATCH = [
     "before_batch",
@@ -98,10 +99,6 @@ def test_a_second_batch_and_a_second_epoch_repeat_their_parts() -> None:
 @pytest.mark.parametrize("verb", ["validate", "get_preds"])
 def test_a_pass_without_learning_fires_the_validation_inside_fit_and_epoch(verb: str) -> None:
     assert events_of(lambda learn: getattr(learn, verb)()) == VALIDATE
-
-
-def test_inner_predictions_fire_validation_alone() -> None:
-    assert events_of(lambda learn: learn.get_preds(inner=True)) == VALIDATE[2:-2]
 
 
 def test_with_learn_fires_fit_and_epoch_also_after_an_error() -> None:
@@ -309,7 +306,6 @@ def test_every_part_has_its_exception_its_events_and_its_line_in_the_table() -> 
         assert {f"before_{part}", f"after_{part}", f"after_cancel_{part}"} <= set(EVENTS)
         assert getattr(events, error.__name__) is error
         assert error.__name__ == f"Cancel{'Valid' if part == 'validate' else part.title()}Exception"
-    assert SKIPS.keys() == CANCELS.keys()
 
 
 def test_parameters_are_untouched_by_a_cancelled_fit() -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import re
 
 import pytest
 import torch
@@ -10,13 +9,13 @@ import torch.nn.functional as F
 from fastcore.test import test_close as is_close
 from fastcore.test import test_eq as equal
 from fastcore.test import test_stdout as prints
+from learners import conv_layer
 from torch import nn
 
 from hookkit import (
     ActivationStats,
     Hook,
     HookCallback,
-    HookkitWarning,
     Hooks,
     dummy_eval,
     has_params,
@@ -28,7 +27,7 @@ from hookkit import (
     num_features_model,
     total_params,
 )
-from hookkit.testing import ConvLayer, synth_learner
+from hookkit.testing import synth_learner
 
 
 def is_equal(a: object, b: object) -> None:
@@ -166,7 +165,7 @@ def test_hook_outputs_and_their_gradients() -> None:
 
 
 def test_sizes_and_features_of_a_body() -> None:
-    m = nn.Sequential(ConvLayer(3, 16), ConvLayer(16, 32, stride=2), ConvLayer(32, 32))
+    m = nn.Sequential(conv_layer(3, 16), conv_layer(16, 32, stride=2), conv_layer(32, 32))
 
     is_equal(model_sizes(m), [[1, 16, 64, 64], [1, 32, 32, 32], [1, 32, 32, 32]])
     is_equal(num_features_model(m), 32)
@@ -208,6 +207,7 @@ def test_a_hook_callback_sees_the_prediction() -> None:
     assert len(seen) == 7  # validation batches too
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 def test_a_backward_hook_callback_sees_the_gradient_of_the_loss() -> None:
     seen = []
 
@@ -296,22 +296,6 @@ def test_histograms_are_recorded_on_request() -> None:
 # --- the names of fastai v1
 
 
-@pytest.mark.parametrize(
-    ("owner", "word", "now"),
-    [
-        ("recorder", "plot", "plot_loss()"),
-        ("recorder", "plot_losses", "plot_loss()"),
-        ("recorder", "val_losses", "values"),
-        ("activation_stats", "do_remove", "remove_end"),
-    ],
-)
-def test_an_attribute_of_v1_is_answered_with_its_name(owner: str, word: str, now: str) -> None:
-    learn = synth_learner(cbs=ActivationStats())
-
-    with pytest.raises(AttributeError, match=rf"{word}.* fastai v1\. Use `{re.escape(now)}`"):
-        getattr(getattr(learn, owner), word)
-
-
 @pytest.mark.parametrize("word", ["shape", "size", "mean"])
 def test_stats_as_v1s_tensor_are_answered_with_the_method(word: str) -> None:
     learn = synth_learner(n_trn=2, cbs=ActivationStats(modules=""))
@@ -323,27 +307,3 @@ def test_stats_as_v1s_tensor_are_answered_with_the_method(word: str) -> None:
         getattr(stats, word)
     assert stats.tensor().shape == (2, 1, 2)
     assert copy.deepcopy(stats)[0][0]["mean"] == stats[0][0]["mean"]
-
-
-def test_an_event_of_v1_is_answered_with_its_name() -> None:
-    with pytest.warns(HookkitWarning, match=r"Old\.on_batch_end .* Did you mean `after_batch`"):
-        type("Old", (HookCallback,), {"on_batch_end": lambda self: None})
-
-
-def test_an_event_of_another_library_is_its_own() -> None:
-    class Other:
-        def on_epoch_end(self) -> None:
-            """A callback of the other library."""
-
-    class Both(HookCallback, Other):
-        def on_epoch_end(self) -> None:
-            """No warning."""
-
-    assert Both().name == "both"
-
-
-def test_a_misspelt_attribute_of_a_callback_gets_the_nearest() -> None:
-    learn = synth_learner()
-
-    with pytest.raises(AttributeError, match=r"nearest in Recorder: plot_loss"):
-        _ = learn.recorder.plt_loss

@@ -4,13 +4,9 @@ import copy
 import gc
 import io
 import pickle
-import random
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -21,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from zoo import ZOO, Entry
 
 from hookkit.editing import add, edit_output
-from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError, SelectionError
-from hookkit.features import FeatureExtractor, feature_extractor
+from hookkit.errors import HookError, NeverFiredWarning, SelectionError
+from hookkit.features import feature_extractor
 from hookkit.hooks import hook_outputs
 from hookkit.nested import leaves, pick
 from hookkit.selecting import leaf_modules, select
@@ -46,19 +42,6 @@ class LeNet(nn.Module):
 class Blows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         raise AssertionError("ran too far")
-
-
-class Calls(nn.Module):
-    """Calls one layer three times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inc, self.end = nn.Identity(), nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i in range(3):
-            x = self.inc(x + i)
-        return self.end(x)
 
 
 @pytest.fixture
@@ -89,44 +72,8 @@ def test_it_runs_only_as_far_as_needed() -> None:
         feature_extractor(net, "1", stop=False)(torch.ones(1, 2))
 
 
-def test_a_models_own_except_does_not_swallow_the_stop() -> None:
-    class Swallows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc, self.ran_on = nn.Linear(2, 2), False
-
-        def forward(self, x: Tensor) -> Tensor:
-            try:
-                x = self.fc(x)
-            except Exception:
-                self.ran_on = True
-            return x
-
-    net = Swallows()
-
-    assert feature_extractor(net, "fc")(torch.ones(1, 2))["fc"].shape == (1, 2)
-    assert not net.ran_on
-
-
-def test_a_bare_except_swallows_it_and_the_features_are_right_all_the_same() -> None:
-    class SwallowsAll(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            try:
-                return self.fc(x)
-            except BaseException:
-                return self.fc(x + 100)
-
-    net, x = SwallowsAll(), torch.ones(1, 2)
-
-    torch.testing.assert_close(feature_extractor(net, "fc")(x)["fc"], net.fc(x))
-
-
 def test_later_in_place_operations_do_not_reach_the_features(lenet: LeNet) -> None:
-    features = feature_extractor(lenet, "conv1", "conv2", "act", stop=False, keep="first")(IMAGE)
+    features = feature_extractor(lenet, "conv1", "conv2", "act", stop=False)(IMAGE)
 
     torch.testing.assert_close(features["conv1"], lenet.conv1(IMAGE))
     torch.testing.assert_close(features["conv2"], conv2_by_hand(lenet))
@@ -140,21 +87,10 @@ def test_gradients_flow_through_the_features(lenet: LeNet) -> None:
     assert lenet.fc.weight.grad is None
 
 
-def test_detached_features(lenet: LeNet) -> None:
-    features = feature_extractor(lenet, "conv*", detach=True)(IMAGE)
-
-    assert not any(t.requires_grad for t in features.values())
-    torch.testing.assert_close(features["conv1"], lenet.conv1(IMAGE).detach())
-
-
 def test_selectors_names_and_order(lenet: LeNet) -> None:
     assert list(feature_extractor(lenet, {"conv2": "h"}, nn.Conv2d)(IMAGE)) == ["h", "conv1"]
     assert list(feature_extractor(lenet, lenet.conv1, "conv2")(IMAGE)) == ["conv1", "conv2"]
     assert list(feature_extractor(lenet, select(lenet, {"fc": "out"}))(IMAGE)) == ["out"]
-
-
-def test_the_models_own_output(lenet: LeNet) -> None:
-    torch.testing.assert_close(feature_extractor(lenet, "")(IMAGE), {"": lenet(IMAGE)})
 
 
 def test_leaf_paths_and_structures() -> None:
@@ -167,26 +103,6 @@ def test_leaf_paths_and_structures() -> None:
     torch.testing.assert_close(features, {"0": (out, (h, c)), "0[1][0]": h, "out": out})
 
 
-def test_keyword_inputs() -> None:
-    attn = nn.MultiheadAttention(4, 2, batch_first=True)
-    x = torch.randn(2, 3, 4)
-
-    features = feature_extractor(attn, "")(x, x, value=2 * x, need_weights=False)
-
-    torch.testing.assert_close(features[""][0], attn(x, x, 2 * x)[0])
-    assert features[""][1] is None
-
-
-@pytest.mark.parametrize(
-    ("keep", "wanted"), [("first", 0.0), ("last", 3.0), ("all", [0.0, 1.0, 3.0])]
-)
-def test_which_call_of_a_layer_that_is_called_several_times(keep: str, wanted: Any) -> None:
-    got = feature_extractor(Calls(), "inc", "end", keep=keep)(torch.zeros(1))
-
-    values = got["inc"]
-    assert ([t.item() for t in values] if keep == "all" else values.item()) == wanted
-
-
 # --- an ordinary module
 
 
@@ -197,35 +113,6 @@ def test_its_state_dict_is_that_of_the_model(lenet: LeNet) -> None:
     extract.load_state_dict(other.state_dict())
 
     torch.testing.assert_close(lenet.conv1.weight, other.conv1.weight)
-
-
-def test_it_moves_and_changes_mode_with_the_model(lenet: LeNet) -> None:
-    extract = feature_extractor(lenet, "conv2")
-
-    assert not extract.training
-    extract.train().double()
-
-    assert lenet.training
-    assert extract(IMAGE.double())["conv2"].dtype == torch.float64
-
-
-def test_it_trains() -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1), Blows())
-    extract = feature_extractor(net, "2")
-    opt = torch.optim.SGD(extract.parameters(), 0.1)
-    x = torch.randn(32, 2)
-    y = x[:, :1] * x[:, 1:]
-
-    losses = []
-    for _ in range(50):
-        loss = (extract(x)["2"] - y).square().mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        losses.append(loss.item())
-
-    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_copies_and_pickles_extract_from_their_own_model(lenet: LeNet) -> None:
@@ -244,12 +131,6 @@ def test_copies_and_pickles_extract_from_their_own_model(lenet: LeNet) -> None:
         nn.init.ones_(twin.wrapped.conv2.bias)
         assert twin(IMAGE)["conv2"].unique().tolist() == [1]
     torch.testing.assert_close(extract(IMAGE)["conv2"], conv2_by_hand(lenet))
-
-
-def test_its_repr_shows_the_features_and_their_layers(lenet: LeNet) -> None:
-    extract = feature_extractor(lenet, "conv2", {"fc[0]": "row"}, stop=False)
-
-    assert repr(extract).split("\n")[1].strip() == "conv2, row = fc[0]"
 
 
 def test_the_model_is_not_changed(lenet: LeNet) -> None:
@@ -294,13 +175,6 @@ def test_edits_and_other_hooks_act_inside(lenet: LeNet) -> None:
 
     torch.testing.assert_close(features["conv2"], conv2_by_hand(lenet) + 1)
     torch.testing.assert_close(h[0].stored, lenet.conv1(IMAGE).detach())
-
-
-def test_extractors_nest(lenet: LeNet) -> None:
-    inner = feature_extractor(lenet, "conv1", "conv2")
-    outer = feature_extractor(inner, "wrapped.conv1")
-
-    torch.testing.assert_close(outer(IMAGE)["wrapped.conv1"], lenet.conv1(IMAGE))
 
 
 # --- transforms
@@ -401,7 +275,8 @@ def test_a_layer_that_is_not_reached() -> None:
     net["b"] = nn.ReLU()
 
     with pytest.warns(
-        NeverFiredWarning, match=r'1 of 2 layers were not reached by this input: "b". The whole'
+        NeverFiredWarning,
+        match=r'1 of 2 layers were not reached by this input, in this thread: "b"',
     ):
         features = feature_extractor(net, "a", "b")(torch.ones(1))
 
@@ -412,17 +287,6 @@ def test_a_layer_that_is_not_reached() -> None:
 def test_unknown_layers_and_options(lenet: LeNet) -> None:
     with pytest.raises(SelectionError, match=r'Nearest: "conv2", "conv1"\.'):
         feature_extractor(lenet, "conv0")
-    with pytest.raises(OptionError, match=r"keep='none'.* give one of .first"):
-        feature_extractor(lenet, "conv2", keep="none")
-
-
-def test_a_container_has_no_output() -> None:
-    net = nn.ModuleDict({"blocks": nn.ModuleList([nn.ReLU()])})
-
-    with pytest.raises(HookError, match='"blocks" is a ModuleList, which is never called and'):
-        feature_extractor(net, "blocks")
-    with pytest.raises(HookError, match=r"never called and .* Select the module around it\."):
-        feature_extractor(nn.MultiheadAttention(4, 2), "out_proj")
 
 
 def test_a_path_that_is_not_there() -> None:
@@ -432,81 +296,17 @@ def test_a_path_that_is_not_there() -> None:
         feature_extractor(net, "0[7]")(torch.randn(2, 1, 4))
 
 
-def test_an_error_of_the_model_is_its_own(lenet: LeNet) -> None:
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        feature_extractor(lenet, "fc")(IMAGE[..., :20])
-
-
 # --- against plain hooks
-
-
-class Node(nn.Module):
-    """Runs its children in a random order, some of them twice, with structures in between."""
-
-    def __init__(self, rng: random.Random, depth: int, made: list[nn.Module]) -> None:
-        super().__init__()
-        for i in range(rng.randint(1, 3)):
-            if made and rng.random() < 0.2:
-                child = rng.choice(made)
-            elif depth and rng.random() < 0.6:
-                child = Node(rng, depth - 1, made)
-            else:
-                child = rng.choice([nn.Tanh, nn.Identity, lambda: nn.ReLU(inplace=True)])()
-            made.append(child)
-            self.add_module(f"n{i}", child)
-        self.order = [rng.choice(list(self._modules)) for _ in range(rng.randint(1, 4))]
-        self.shape = rng.choice(["tensor", "tuple", "dict"])
-
-    def forward(self, x: Any) -> Any:
-        for key in self.order:
-            x = self._modules[key](leaves(x)[0] * 1.25)  # type: ignore[misc]
-        x = leaves(x)[0] + 0.5
-        return {"tensor": x, "tuple": (x, None), "dict": {"x": x}}[self.shape]
-
-
-@contextmanager
-def hooked(model: nn.Module) -> Iterator[dict[str, list[Any]]]:
-    """Name → the output tensors of each call, by PyTorch's own hooks and clones."""
-    calls: dict[str, list[Any]] = {}
-
-    def note(m: nn.Module, i: Any, o: Any, name: str) -> None:
-        calls.setdefault(name, []).append([t.clone() for t in leaves(o)])
-
-    handles = [
-        m.register_forward_hook(partial(note, name=name)) for name, m in select(model).items()
-    ]
-    yield calls
-    for handle in handles:
-        handle.remove()
-
-
-def test_random_trees_give_what_plain_hooks_see() -> None:
-    rng, n_seen = random.Random(0), 0
-    x = torch.linspace(-2, 2, 12).reshape(3, 4)
-
-    for _ in range(200):
-        model, keep = Node(rng, 3, []), rng.choice(["first", "last", "all"])
-        with hooked(model) as calls:
-            out = model(x)
-
-        got = feature_extractor(model, *calls, keep=keep)(x)
-
-        for name, seen in calls.items():
-            values = got[name] if keep == "all" else [got[name]]
-            wanted = {"first": seen[:1], "last": seen[-1:], "all": seen}[keep]
-            torch.testing.assert_close([leaves(v) for v in values], wanted, rtol=0, atol=0)
-            n_seen += 1
-        torch.testing.assert_close(leaves(model(x)), leaves(out), rtol=0, atol=0)
-    assert n_seen > 500
 
 
 # --- the zoo
 
 SKIP = {"raises", "lazy", "scripted", "compiled", "meta"}
+RUNS = [e for e in ZOO if not e.tags & SKIP and e.name != "generator_out"]  # which runs nothing
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("entry", [e for e in ZOO if not e.tags & SKIP], ids=repr)
+@pytest.mark.parametrize("entry", RUNS, ids=repr)
 def test_every_layer_of_the_zoo_gives_what_a_plain_hook_sees(entry: Entry) -> None:
     model, twin = entry.build(), entry.build()
     layers = [name for name, m in leaf_modules(model).items()]
@@ -536,32 +336,12 @@ def test_every_layer_of_the_zoo_gives_what_a_plain_hook_sees(entry: Entry) -> No
     assert pick(features, "") is features
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, on quantized tensors
-def test_a_quantized_feature_can_be_read() -> None:
-    class Quantized(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
-
-    net, x = nn.Sequential(Quantized()), torch.linspace(-1, 1, 5)
-
-    feature = feature_extractor(net, "0")(x)["0"]
-
-    assert torch.equal(feature.dequantize(), net(x).dequantize())
-
-
-def test_an_extractor_of_what_is_no_module_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"FeatureExtractor: expected an nn\.Module"):
-        FeatureExtractor([nn.ReLU()], {"0": ("0", "")})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("keep", ["first", "last", "all"])
-def test_both_names_of_a_shared_layer_give_its_output(keep: str) -> None:
+def test_both_names_of_a_shared_layer_give_its_first_output() -> None:
     layer, head = nn.Linear(2, 2), nn.Linear(2, 2)
     net = nn.Sequential(layer, head, layer)
 
-    found = feature_extractor(net, "2", "1", "0", keep=keep)(torch.ones(1, 2))
+    found = feature_extractor(net, "2", "1", "0", stop=False)(torch.ones(1, 2))
 
     assert list(found) == ["2", "1", "0"]
-    for a, b in zip(leaves(found["0"]), leaves(found["2"]), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-    assert len(leaves(found["0"])) == (2 if keep == "all" else 1)
+    assert torch.equal(found["0"], layer(torch.ones(1, 2)))
+    assert torch.equal(found["0"], found["2"])

@@ -1,26 +1,19 @@
 """What hookkit writes is whole: the new file, or the one that was there."""
 
 import errno
-import multiprocessing
 import os
 import stat
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import pytest
-import torch
-from interrupting import interrupted_everywhere, left_behind
-from processes import started
 from torch import nn
 
-from hookkit import ActivationStats, Learner, ParamStats, files, records, report
-from hookkit.files import append_lines, atomic_write
-from hookkit.learner.saving import save_state
+from hookkit import Learner, files, report
+from hookkit.files import atomic_write
 from hookkit.records import Record, Run
-from hookkit.testing import synth_learner
 
 Write = Callable[[Path], object]
 
@@ -42,9 +35,9 @@ def page(path: Path) -> None:
 
 
 WRITERS: dict[str, Write] = {
-    "run.npz": lambda path: records.save(record(), path),
-    "run.csv": lambda path: records.to_csv(record(), path),
-    "net.pth": lambda path: save_state(path, {"model": nn.Linear(2, 2).state_dict()}),
+    "run.npz": lambda path: record().save(path),
+    "run.csv": lambda path: record().to_csv(path),
+    "net.pth": lambda path: Learner(None, nn.Linear(2, 2)).save(path.absolute()),
     "picture.png": picture,
     "page.html": page,
 }
@@ -101,25 +94,6 @@ def test_a_file_is_written_over_a_whole_one(name: str, write: Write, tmp_path: P
     assert path.stat().st_size
 
 
-@pytest.mark.slow
-def test_nothing_is_lost_wherever_ctrl_c_comes(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("a" * 9)
-    others = []
-
-    def scenario() -> None:
-        with atomic_write(path, text=True) as file:
-            file.write("b")
-            file.write("b" * 8)
-
-    def left() -> str:
-        whole = path.read_text() in ("a" * 9, "b" * 9)
-        others[:] = [name for name in os.listdir(tmp_path) if name != "file"]
-        return left_behind() + ("" if whole else "torn") + " ".join(others)
-
-    assert interrupted_everywhere(scenario, left) == []
-
-
 def test_a_new_file_gets_the_usual_permissions_and_an_old_one_keeps_its_own(tmp_path: Path) -> None:
     usual, new, old = tmp_path / "usual", tmp_path / "new", tmp_path / "old"
     usual.touch()
@@ -147,19 +121,6 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert target.read_text() == "new"
 
 
-def test_a_relative_path_is_of_the_folder_it_was_given_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "other").mkdir()
-
-    with atomic_write("file", text=True) as file:
-        monkeypatch.chdir(tmp_path / "other")
-        file.write("here")
-
-    assert (tmp_path / "file").read_text() == "here"
-
-
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
 def test_a_pipe_is_written_to_directly(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
@@ -176,66 +137,6 @@ def test_a_pipe_is_written_to_directly(tmp_path: Path) -> None:
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match=tmp_path.name), atomic_write(tmp_path):
         pass
-
-
-def trained() -> Learner:
-    learn: Learner = synth_learner(n_trn=4, cbs=[ActivationStats(True, modules=""), ParamStats()])
-    with learn.no_logging():
-        learn.fit(1)
-    return learn
-
-
-def saves_for_ever(folder: Path, ready: Any) -> None:
-    learn = trained()
-    learn.path = folder
-    while True:
-        learn.save("net")
-        learn.run_record().save(folder / "run.npz")
-        learn.to_csv(folder / "run.csv")
-        ready.set()
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_leaves_whole_files(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    for wait_s in (0.0, 0.013, 0.031, 0.047):
-        process = started(saves_for_ever, tmp_path, ready := context.Event())
-        assert ready.wait(60)
-        time.sleep(wait_s)
-        process.kill()
-        process.join()
-
-        for path in [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".tmp"]:
-            if path.suffix == ".pth":
-                trained().fit(1, resume=path)
-            elif path.suffix == ".npz":
-                assert Run.load(path).n_steps == 4
-            else:
-                assert path.read_text().endswith("\n")
-    whole = {path.name for path in tmp_path.rglob("*.*") if not path.name.startswith(".hookkit-")}
-    assert whole == {"net.pth", "run.npz", "run.csv"}
-
-
-def test_a_learner_saves_over_its_last_file(tmp_path: Path) -> None:
-    learn: Learner = synth_learner(path=tmp_path)
-    learn.save("net")
-    with torch.no_grad():
-        next(learn.model.parameters()).fill_(7)
-
-    path = learn.save("net")
-
-    assert learn.load("net") is learn
-    assert os.listdir(path.parent) == ["net.pth"]
-
-
-def full_lines() -> Any:
-    yield "whole"
-    raise OSError(errno.ENOSPC, "No space left on device")  # as `write` does, of no file
-
-
-def test_where_a_line_does_not_fit_the_error_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"No space left on device: '.*log\.csv'"):
-        append_lines(tmp_path / "log.csv", full_lines())
 
 
 def test_where_nothing_can_be_written_the_error_names_the_file(

@@ -28,7 +28,7 @@ from hookkit import (
 
 RECORDERS: list[Callable[[], Callback]] = [
     lambda: ActivationStats(True, units=True),
-    lambda: GradientStats(of="both"),
+    lambda: GradientStats(),
     ParamStats,
     lambda: FlightRecorder("report"),
     lambda: HookCallback(hook=lambda m, i, o: o),
@@ -166,9 +166,7 @@ def test_a_callback_whose_learner_no_longer_exists_says_so() -> None:
 
     assert recorder.learn is None
     assert len(recorder.losses) == 3
-    with pytest.raises(
-        AttributeError, match=r"'dls', and the Learner or .* no longer exists\. Keep"
-    ):
+    with pytest.raises(AttributeError, match=r"'dls': the Learner or .* no longer exists\. Keep"):
         _ = recorder.dls
     with pytest.raises(HookError, match=r"no longer exists\. Keep the Learner"):
         recorder.plot_loss()

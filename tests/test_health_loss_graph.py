@@ -1,87 +1,208 @@
-"""Rules on what a loss's own operations show: broadcast, softmax_dim."""
+"""What the autograd graph of a loss shows, and that it claims nothing else."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookkit import ParamStats, watch
-from hookkit.health import diagnose
+from hookkit.health.loss_graph import loss_facts
+
+N, T, C = 4, 3, 7
 
 
-def trained(loss_of, out=1, n=40):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, out))
-    opt = torch.optim.Adam(net.parameters(), 1e-2)
-    with watch(net, opt, ParamStats()) as w:
-        for _ in range(n):
-            x = torch.randn(32, 4)
-            loss = loss_of(net(x), x)
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            w.loss(loss)
-    return diagnose(w)
+def facts(loss):
+    return loss_facts(loss.grad_fn)
 
 
-def classes(x):
-    return (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+def scores():
+    return nn.Linear(5, C)(torch.randn(N, 5))
+
+
+def sequences():
+    return nn.Linear(5, C)(torch.randn(N, T, 5))
+
+
+def column():
+    return nn.Linear(5, 1)(torch.randn(N, 5))
+
+
+def labels(*shape):
+    return torch.zeros(shape or (N,), dtype=torch.long)
+
+
+def ctc(log_probs):
+    x = log_probs.transpose(0, 1)
+    return F.ctc_loss(x, torch.ones(N, 1).long(), torch.full((N,), T), torch.ones(N).long())
+
+
+def distillation(student):
+    teacher = torch.rand(N, C).softmax(1)
+    return F.kl_div(F.log_softmax(student / 2, 1), teacher, reduction="batchmean")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda: F.cross_entropy(scores(), labels()),
+        lambda: F.cross_entropy(sequences().flatten(0, 1), labels(N * T)),
+        lambda: F.cross_entropy(sequences().transpose(1, 2), labels(N, T)),
+        lambda: F.nll_loss(sequences().log_softmax(-1).view(-1, C), labels(N * T)),
+        lambda: F.nll_loss(sequences().transpose(1, 2).log_softmax(1), labels(N, T)),
+    ],
+)
+def test_the_number_of_classes_is_known(loss):
+    loss = loss()
+    loss.backward()  # which frees what the graph has saved
+
+    assert facts(loss) == {"loss_func": "cross_entropy", "n_classes": C}
+
+
+@pytest.mark.parametrize(
+    ("loss", "given"),
+    [
+        (lambda: F.cross_entropy(scores().softmax(1), labels()), "Softmax"),
+        (lambda: F.nll_loss(scores().softmax(1), labels()), "probabilities"),
+        (lambda: F.nll_loss(scores(), labels()), "scores"),
+        (lambda: F.nll_loss(scores().softmax(1).log(), labels()), ""),
+        (lambda: ctc(sequences()), "scores"),
+        (lambda: F.binary_cross_entropy_with_logits(column().sigmoid(), torch.ones(N, 1)),
+         "Sigmoid"),
+        (lambda: F.cross_entropy(10 * column().sigmoid() * scores(), labels()), ""),
+        (lambda: F.cross_entropy(scores(), labels()) + distillation(scores().softmax(1)),
+         "Softmax"),
+        (lambda: distillation(scores()), ""),
+        (lambda: F.kl_div(scores().softmax(1), torch.rand(N, C).softmax(1), reduction="sum"),
+         "probabilities"),
+    ],
+)  # fmt: skip
+def test_what_a_loss_is_given_where_that_is_wrong(loss, given):
+    assert facts(loss()).get("loss_input", "") == given
+
+
+@pytest.mark.parametrize(
+    ("loss", "dim"),
+    [
+        (lambda: F.nll_loss(scores().log_softmax(0), labels()), 0),
+        (lambda: F.nll_loss(sequences().log_softmax(1).view(-1, C), labels(N * T)), 1),
+        (lambda: F.nll_loss(torch.randn(2, C, 3, 3, requires_grad=True).log_softmax(-1),
+                            labels(2, 3, 3)), 3),
+        (lambda: ctc(sequences().log_softmax(-1)), None),
+        (lambda: F.nll_loss(torch.randn(C, requires_grad=True).log_softmax(0), labels(1)[0]), None),
+    ],
+)  # fmt: skip
+def test_a_softmax_over_another_dimension_than_the_classes(loss, dim):
+    found = facts(loss()).get("softmax_dim")
+
+    assert found is None if dim is None else found.startswith(f"over dimension {dim} of")
+
+
+def squared(a, b):
+    return (a - b).pow(2).mean()
+
+
+DIFFERENCES = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, squared)
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
-@pytest.mark.parametrize("loss", [F.mse_loss, lambda p, y: (p - y).abs().mean()])
-def test_a_column_against_a_row_is_an_error(loss):
-    d = trained(lambda pred, x: loss(pred, x[:, 0]))
-
-    assert d[0].rule == "broadcast"
-    assert "(32, 1) is compared with (32,), which makes (32, 32)" in d[0].evidence
-    assert "broadcast" not in trained(lambda pred, x: loss(pred, x[:, :1])).rules
-
-
-def test_a_softmax_over_the_batch_is_an_error():
-    d = trained(lambda pred, x: F.nll_loss(pred.log_softmax(0), classes(x)), out=3)
-
-    assert d[0].rule == "softmax_dim"
-    assert "over dimension 0 of (32, 3)" in d[0].evidence
-    good = trained(lambda pred, x: F.nll_loss(pred.log_softmax(1), classes(x)), out=3)
-    assert "softmax_dim" not in good.rules
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_a_column_compared_with_a_row(difference):
+    for given, target in ((column(), torch.randn(N)), (column()[:, 0], torch.randn(N, 1))):
+        for pair in ((given, target), (target, given)):
+            assert f"makes ({N}, {N})" in facts(difference(*pair))["broadcast"]
+        assert "broadcast" not in facts(difference(given, target.view(given.shape)))
 
 
-def views_compared(stop, n=40):
-    """SimSiam on noisy views: an encoder, a predictor, and a gradient that is stopped or not."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
-    guess = nn.Linear(8, 8)
-    both = nn.ModuleList([net, guess])
-    opt = torch.optim.SGD(both.parameters(), 0.1)
-    with watch(both, opt, ParamStats()) as w:
-        for _ in range(n):
-            x = torch.randn(32, 4)
-            a, b = (net(x + 0.1 * torch.randn(32, 4)) for _ in "ab")
-            loss = -F.cosine_similarity(guess(a), b.detach() if stop else b).mean()
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            w.loss(loss.item())
-    return diagnose(w)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_rows_of_a_channel_compared_with_rows(difference):
+    for given, target in (((N, 1, 3), (N, 3)), ((N, 3), (N, 1, 3)), ((N, 1, 2, 3), (N, 2, 3))):
+        loss = difference(torch.randn(given, requires_grad=True).relu(), torch.randn(target))
+        what = f"{given} is compared with {target}, which makes ({N}, {N}, "
+        assert facts(loss)["broadcast"].startswith(what)
 
 
-def test_a_loss_that_only_pulls_views_together_is_an_error():
-    d = views_compared(stop=False)
+PRODUCTS = (
+    lambda x, w: -(x * w).mean(),
+    lambda x, w: (w * -x).sum() / N + 0.1,
+    lambda x, w: 0.5 - (x.squeeze(1) * w[:, None]).mean(),
+    lambda x, w: ((x - 1.0).square() * w).mean(),
+    lambda x, w: -torch.min(x.exp() * w, x.exp().clamp(0.8, 1.2) * w).mean(),  # PPO's
+    lambda x, w: (1 - x * w).clamp(min=0).mean(),  # a hinge loss
+)
 
-    assert (d[0].rule, d[0].severity) == ("representation_collapse", "error")
-    assert "the loss only pulls together two outputs of shape (32, 8)" in d[0].evidence
-    assert "representation_collapse" not in views_compared(stop=True).rules
+
+@pytest.mark.parametrize("loss", PRODUCTS)
+def test_a_column_times_a_row(loss):
+    row = torch.rand(N)
+
+    assert facts(loss(column(), row))["broadcast"].endswith(f"makes ({N}, {N})")
 
 
-def test_a_divergence_of_probabilities_is_an_error():
-    def divergence(pred, x, log):
-        own = pred.log_softmax(1) if log else pred.softmax(1)
-        return F.kl_div(own, F.one_hot(classes(x), 3).float(), reduction="batchmean")
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *(lambda x, w, loss=loss: loss(x.squeeze(1)[:, None], w[:, None]) for loss in PRODUCTS[:2]),
+        lambda x, w: (x * w).exp().mean(),  # no mean of products
+        lambda x, w: (x * x.T).mean(),  # all pairs
+        lambda x, w: nn.Linear(1, 1)((x * w).sum(1, keepdim=True)).mean(),  # inside the model
+    ],
+)
+def test_products_without_a_mistake(loss):
+    assert "broadcast" not in facts(loss(column(), torch.rand(N)))
 
-    d = trained(lambda pred, x: divergence(pred, x, log=False), out=3)
 
-    assert d[0].rule == "probabilities"
-    assert "reads them as their logarithms" in d[0].evidence
-    good = trained(lambda pred, x: divergence(pred, x, log=True), out=3)
-    assert "probabilities" not in good.rules
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: (
+            (x[:, None] - torch.randn(N, 3)).norm(dim=-1).min(1)[0].mean()
+        ),  # of all, the next
+        lambda x: (torch.randn(N, 1, 3) - x).square().sum(-1).neg().exp().mean(),  # a kernel
+        lambda x: (x[:, None] - torch.randn(N, 2, 3)).square().mean(),
+        lambda x: (x[:, 0, None] - torch.randn(N)).square().neg().exp().mean(),  # in 1 dimension
+        lambda x: (x[:, 0, None] - torch.randn(N)).abs().min(1)[0].mean(),
+    ],
+)
+def test_rows_compared_on_purpose_are_no_mistake(loss):
+    assert "broadcast" not in facts(loss(torch.randn(N, 3, requires_grad=True).relu()))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: (x - x.T).sigmoid().log().mean(),  # a ranking loss: all pairs are meant
+        lambda x: torch.where(torch.rand(N, N) > 0.5, x.T.expand(N, N), 0.0).logsumexp(1).sum(),
+        lambda x: (nn.Linear(1, N)(x) - torch.randn(N)).pow(2).mean(),
+    ],
+)
+def test_other_squares_are_no_mistake(loss):
+    assert "broadcast" not in facts(loss(column()))
+
+
+def test_what_is_inside_the_model_is_no_part_of_the_loss():
+    attention = F.log_softmax(scores().softmax(1), 1) @ torch.randn(C, 1)
+
+    assert facts(attention.mean()) == {}
+
+
+@pytest.mark.parametrize("difference", [squared, F.l1_loss, lambda a, b: (a - b).abs().mean()])
+def test_a_mean_of_differences_has_the_name_of_the_loss_that_it_is(difference):
+    name = "mse_loss" if difference is squared else "l1_loss"
+
+    assert facts(difference(scores(), torch.ones(N, C)))["loss_func"] == name
+    assert "loss_func" not in facts(scores().abs().mean())
+
+
+def test_a_loss_that_is_a_sum_or_scaled_has_no_name():
+    for loss in (
+        F.cross_entropy(scores(), labels(), reduction="sum"),
+        F.cross_entropy(scores(), labels()) / 4,
+        F.cross_entropy(scores(), labels()) + column().square().mean(),
+    ):
+        assert "loss_func" not in facts(loss)
+
+
+def test_minus_a_loss_is_known_as_that():
+    loss = -F.cross_entropy(scores(), labels())
+
+    assert facts(loss) == {"minus_loss": "cross_entropy", "n_classes": C}

@@ -2,12 +2,8 @@
 
 import collections
 import contextlib
-import copy
 import gc
 import io
-import pickle
-import threading
-import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -24,13 +19,11 @@ from hookkit.errors import (
     HookError,
     NeverFiredWarning,
     OptionError,
-    OverwrittenWarning,
     SelectionError,
 )
 from hookkit.hooks import (
     Hook,
     Hooks,
-    StopForward,
     attach,
     hook_all,
     hook_input,
@@ -108,28 +101,6 @@ def test_outputs_are_stored_in_order(net: nn.Sequential, x: Tensor) -> None:
         assert torch.equal(stored, want)
 
 
-def test_gradients_of_outputs_are_right(net: nn.Sequential, x: Tensor) -> None:
-    with hook_outputs(net, grad=True) as h:
-        y = net(x)
-        y.pow(2).mean().backward()
-
-    g = 2 * y / y.numel()
-    torch.testing.assert_close(h.stored[2][0], g)
-    torch.testing.assert_close(h.stored[1][0], g @ net[2].weight)
-    torch.testing.assert_close(h.stored[0][0], g @ net[2].weight * (net[0](x) > 0))
-
-
-def test_a_printing_hook_prints_exactly_while_it_is_registered(
-    net: nn.Sequential, x: Tensor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with Hook(net[0], lambda m, i, o: print(tuple(o.shape))):
-        net(x)
-        net(x)
-    net(x)
-
-    assert capsys.readouterr().out == "(4, 10)\n(4, 10)\n"
-
-
 Pair = collections.namedtuple("Pair", ["h", "c"])
 
 
@@ -205,47 +176,6 @@ def test_a_snapshot_is_not_written_through_numpy_or_data(x: Tensor) -> None:
     y.data.zero_()
 
     assert torch.equal(h.stored, want)
-
-
-@pytest.mark.parametrize("options", [{"clone": False}, {"detach": False}])
-def test_reading_an_overwritten_live_tensor_warns_with_the_layers_name(
-    options: dict[str, Any], x: Tensor
-) -> None:
-    net = nn.Sequential(nn.Linear(5, 10), nn.ReLU(inplace=True))
-    with hook_outputs(net, **options) as h:
-        net(x)
-
-    with pytest.warns(OverwrittenWarning, match=r"'0' \(Linear\) was overwritten .* clone=True"):
-        _ = h[0].stored
-
-    _ = h[0].stored  # warned once
-    _ = h[1].stored
-
-
-def test_clone_true_without_detach_keeps_value_and_graph(x: Tensor) -> None:
-    net = nn.Sequential(nn.Linear(5, 10), nn.ReLU(inplace=True))
-    with hook_output(net[0], detach=False, clone=True) as h:
-        net(x)
-
-    assert torch.equal(h.stored, net[0](x))
-    assert h.stored.requires_grad
-
-
-def test_dtype_converts_floating_tensors_only(x: Tensor) -> None:
-    model = Returns(lambda x: (x, x.argmax()))
-    with hook_output(model, dtype=torch.float64) as h:
-        model(x)
-
-    assert h.stored[0].dtype == torch.float64
-    assert h.stored[1].dtype == torch.int64
-
-
-def test_a_small_view_does_not_keep_its_storage() -> None:
-    model = Returns(lambda x: x[:1, :2])
-    with hook_output(model) as h:
-        model(torch.zeros(1000, 1000))
-
-    assert h.stored.untyped_storage().nbytes() < 100
 
 
 # -- inputs, calls, functions -----------------------------------------------------------------
@@ -375,22 +305,6 @@ def test_an_edit_of_inputs_gives_as_many_as_there_are() -> None:
         torch.testing.assert_close(m(*x), m.forward(x[0] + 1, x[1]))
 
 
-def test_an_edit_of_a_leaf_gives_a_leaf() -> None:
-    m, x = nn.LSTM(4, 5), torch.zeros(2, 4)
-
-    with (
-        pytest.raises(HookError, match=r"the replacement is tuple \(2×5,\), the layer gave 2×5"),
-        Hook(m, lambda m, i, o: (o,), edit=True, leaf="[0]"),
-    ):
-        m(x)
-
-
-def test_without_edit_nothing_is_replaced(net: nn.Sequential, x: Tensor) -> None:
-    want = net(x)
-    with Hook(net[1], lambda m, i, o: o * 2), Hook(net[2], lambda m, i: (i[0] * 0,), pre=True):
-        assert torch.equal(net(x), want)
-
-
 def test_capture_and_edit_see_each_other_in_the_order_written(
     net: nn.Sequential, x: Tensor
 ) -> None:
@@ -407,49 +321,12 @@ def test_capture_and_edit_see_each_other_in_the_order_written(
 # -- Hooks as a collection --------------------------------------------------------------------
 
 
-def test_hooks_are_a_collection_and_an_iterator(net: nn.Sequential) -> None:
-    h = hook_outputs(net)
-
-    assert isinstance(h, collections.abc.Collection)
-    assert isinstance(h, collections.abc.Iterator)
-    assert len(h) == 3
-    assert h[0] is next(h)
-    assert h[1] is next(h)
-    assert list(h) == h.hooks
-    assert h[1:] == h.hooks[1:]
-    assert h[-1] is h["2"]
-    assert net[0] in h
-    assert "2" in h
-    h.remove()
-
-
 def test_names_come_from_select(net: nn.Sequential, x: Tensor) -> None:
     with hook_outputs(select(net, {"2": "head", "0": "body"})) as h:
         y = net(x)
 
     assert h.names == ("head", "body")
     assert torch.equal(h["head"].stored, y)
-
-
-def test_names_come_from_a_list_of_named_tuples(net: nn.Sequential, x: Tensor) -> None:
-    layer = collections.namedtuple("layer", ["name", "module"])
-
-    with hook_outputs([layer("head", net[2]), layer("body", net[0])]) as h:
-        y = net(x)
-
-    assert h.names == ("head", "body")
-    assert torch.equal(h["head"].stored, y)
-
-
-def test_a_second_name_of_a_shared_module_finds_its_hook(x: Tensor) -> None:
-    model = nn.Module()
-    model.a = model.b = nn.Linear(5, 5)
-    with hook_outputs(select(model, "a")) as h:
-        model.a(x)
-
-    assert h["b"] is h["a"]
-    assert "b" in h
-    assert "c" not in h
 
 
 @pytest.mark.parametrize("options", [{}, {"keep": "all"}, {"clone": False}, {"stop": True}])
@@ -467,27 +344,6 @@ def test_every_name_of_a_shared_module_has_its_hook(options: Any, x: Tensor) -> 
     assert h["b"] is h[1]
     assert h["b"].n_calls == 1
     assert "b" in h
-
-
-@pytest.mark.parametrize("hook", [hook_outputs, hook_inputs])
-def test_every_name_of_a_shared_module_has_its_gradient(hook: Any, x: Tensor) -> None:
-    model = nn.ModuleDict({"a": nn.Linear(5, 5)})
-    model["b"] = model["a"]
-    with hook(select(model, "a", "b"), grad=True) as h:
-        (3 * model["b"](x.requires_grad_())).sum().backward()
-    with hook(select(model, "a"), grad=True) as alone:
-        (3 * model["b"](x)).sum().backward()
-
-    for found in h.stored:
-        torch.testing.assert_close(found, alone["a"].stored, rtol=0, atol=0)
-
-
-def test_completion_lists_the_names_of_the_hooks(net: nn.Sequential) -> None:
-    with hook_outputs(select(net, "0", {"2": "head"})) as named, hook_outputs([*net]) as bare:
-        net(torch.ones(4, 5))
-
-    assert named._ipython_key_completions_() == ["0", "head"]
-    assert bare._ipython_key_completions_() == []
 
 
 def test_an_unknown_name_is_answered_with_its_neighbours(net: nn.Sequential) -> None:
@@ -510,20 +366,6 @@ def test_a_leaf_path_picks_part_of_the_output() -> None:
     assert torch.equal(h["attn[1]"].stored, weights)
 
 
-def test_a_leaf_path_that_is_not_there_names_layer_and_shape(x: Tensor) -> None:
-    model = Returns(lambda x: (x, 1))
-
-    with (
-        pytest.raises(
-            HookError,
-            match=r"has nothing at \[7\]; there is \(4×5, 1\)\. Select a path that is there: \[0\]",
-        ),
-        Hook(model, None, leaf="[7]"),
-    ):
-        model(x)
-    assert hooks_of(model) == []
-
-
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
@@ -540,29 +382,6 @@ def test_what_is_no_module_is_refused_at_once(modules: Any, message: str) -> Non
 
     if isinstance(modules, list):
         assert hooks_of(modules[0]) == []
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda m: hook_output(m, keep="some"), OptionError, "keep='some'.*give one of"),
-        (lambda m: hook_output(m, dtype="f2"), OptionError, "dtype='f2' is no torch dtype"),
-        (lambda m: Hook(m, 3), ArgumentError, "hook_func must be a function, found an int"),
-        (lambda m: Hook(m, None, False, pre=True), OptionError, "pre=True is for forward hooks"),
-        (lambda m: Hook(m, None, edit=True), OptionError, "edit=True needs a function"),
-        (lambda m: hook_output(m, grad=True, stop=True), OptionError, "gradients need all of it"),
-        (lambda m: hook_output("fc"), ArgumentError, 'found the string "fc"'),
-        (lambda m: Hook(torch.jit.script(m), None), HookError, "scripted or traced"),
-    ],
-)
-def test_bad_options_are_reported_at_once(make: Any, error: type, message: str) -> None:
-    m = nn.Linear(2, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        with pytest.raises(error, match=message):
-            make(m)
-
-    assert hooks_of(m) == []
 
 
 # -- life -------------------------------------------------------------------------------------
@@ -663,46 +482,6 @@ def test_a_stop_that_the_model_swallows_is_reported(x: Tensor) -> None:
         Returns(bare)(x)
 
 
-def test_nested_stops_belong_to_their_own_blocks(net: nn.Sequential, x: Tensor) -> None:
-    with hook_output(net[2]) as outer:
-        with hook_output(net[0], stop=True):
-            net(x)
-        net(x)
-
-    assert outer.n_calls == 1
-    assert issubclass(StopForward, BaseException)
-    assert not issubclass(StopForward, Exception)
-
-
-def test_other_threads_are_not_recorded(net: nn.Sequential, x: Tensor) -> None:
-    stored = {}
-
-    def work(n: int) -> None:
-        with hook_output(net) as h:
-            for _ in range(20):
-                net(torch.full((n, 5), float(n)))
-        stored[n] = (h.n_calls, len(h.stored))
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in (1, 2, 3)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-
-    assert stored == {n: (20, n) for n in (1, 2, 3)}
-
-
-def test_a_run_in_another_thread_is_the_reason_reported(net: nn.Sequential, x: Tensor) -> None:
-    def elsewhere() -> None:
-        t = threading.Thread(target=net, args=(x,))
-        t.start()
-        t.join()
-
-    reported = pytest.warns(NeverFiredWarning, match="called only from another thread")
-    with reported, hook_output(net):
-        elsewhere()
-
-
 def test_foreign_hooks_and_attributes_are_left_alone(net: nn.Sequential, x: Tensor) -> None:
     calls: list[int] = []
     net[0].register_forward_hook(lambda m, i, o: calls.append(1))
@@ -716,25 +495,6 @@ def test_foreign_hooks_and_attributes_are_left_alone(net: nn.Sequential, x: Tens
     assert calls == [1, 1]
     for n, m in net.named_modules():
         assert m.__dict__ == before[n]
-
-
-def test_a_thousand_cycles_leave_nothing(net: nn.Sequential, x: Tensor) -> None:
-    def objects() -> int:
-        gc.collect()
-        return len(gc.get_objects())
-
-    def cycle() -> None:
-        with hook_outputs(net), hook_inputs(net, keep="all"), hook_outputs(net, grad=True):
-            net(x).sum().backward()
-
-    for _ in range(3):
-        cycle()
-    before = objects()
-    for _ in range(1000):
-        cycle()
-
-    assert objects() - before < 50
-    assert hooks_of(net) == []
 
 
 @pytest.mark.parametrize("options", [{}, {"keep": "all"}, {"grad": True}, {"detach": False}])
@@ -760,57 +520,6 @@ def test_nothing_is_kept_alive_without_the_garbage_collector(options: Any, x: Te
 # -- copies -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hook", [hook_outputs, hook_inputs])
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_deepcopy_of_a_hooked_model_is_inert(
-    hook: Any, grad: bool, net: nn.Sequential, x: Tensor
-) -> None:
-    h = hook(net[1:], grad=grad)
-    net(x).sum().backward()
-    want = [h[0].n_calls, str(h.stored)]
-
-    twin = copy.deepcopy(net)
-    twin(x + 1).sum().backward()
-
-    assert [h[0].n_calls, str(h.stored)] == want
-    h.remove()
-
-
-class Owner(nn.Module):
-    """As fastai's UnetBlock: it holds a hook on another part of the model and uses it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(5, 5)
-        self.hook = hook_output(self.encoder, detach=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encoder(x).relu() + self.hook.stored
-
-
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-def test_a_copy_of_a_module_that_owns_its_hook_works(way: str, x: Tensor) -> None:
-    model = Owner()
-    want = model(x)
-    if way == "deepcopy":
-        twin = copy.deepcopy(model)
-    elif way == "pickle":
-        twin = pickle.loads(pickle.dumps(model))
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        twin = torch.load(file, weights_only=False)
-    with torch.no_grad():
-        twin.encoder.weight.zero_()
-
-    torch.testing.assert_close(model(x), want)
-    torch.testing.assert_close(twin(x), twin.encoder.bias.relu().expand(4, 5) + twin.encoder.bias)
-    twin.hook.remove()
-    assert hooks_of(twin) == []
-    assert hooks_of(model) != []
-
-
 def test_saved_models_carry_no_activations(net: nn.Sequential) -> None:
     def size() -> int:
         file = io.BytesIO()
@@ -824,57 +533,6 @@ def test_saved_models_carry_no_activations(net: nn.Sequential) -> None:
 
 
 # -- other ways to run a model ----------------------------------------------------------------
-
-
-def test_vmap_stores_the_values_of_all_samples(net: nn.Sequential, x: Tensor) -> None:
-    with hook_output(net) as h:
-        y = vmap(net)(x)
-
-    torch.testing.assert_close(h.stored, y)
-
-
-def test_grad_transform_stores_plain_values(net: nn.Sequential, x: Tensor) -> None:
-    params = {n: p.detach() for n, p in net.named_parameters()}
-
-    with hook_output(net[0]) as h:
-        grad(lambda p: functional_call(net, p, (x,)).sum())(params)
-
-    torch.testing.assert_close(h.stored, net[0](x).detach())
-    h.stored.sum().item()
-
-
-def test_per_sample_gradients_work_while_captured(net: nn.Sequential, x: Tensor) -> None:
-    params = {n: p.detach() for n, p in net.named_parameters()}
-    loss = grad(lambda p, row: functional_call(net, p, (row[None],)).sum())
-
-    with hook_output(net[0]) as h:
-        got = vmap(loss, in_dims=(None, 0))(params, x)
-
-    torch.testing.assert_close(h.stored[:, 0], net[0](x).detach())
-    assert got["0.weight"].shape == (4, 10, 5)
-
-
-def test_what_inference_mode_stored_can_be_used_by_autograd(net: nn.Sequential, x: Tensor) -> None:
-    with hook_output(net) as h, torch.inference_mode():
-        net(x)
-
-    net[2](net[0](x).relu() * h.stored.sum()).sum().backward()
-    assert not h.stored.is_inference()
-
-
-def test_autocast_stores_what_the_layer_gave(net: nn.Sequential, x: Tensor) -> None:
-    with hook_output(net[0]) as h, torch.autocast("cpu", torch.bfloat16):
-        net(x)
-
-    assert h.stored.dtype == torch.bfloat16
-
-
-def test_data_parallel_on_one_device_is_recorded(net: nn.Sequential, x: Tensor) -> None:
-    parallel = nn.DataParallel(net)
-    with hook_output(net[0]) as h:
-        parallel(x)
-
-    assert torch.equal(h.stored, net[0](x))
 
 
 def test_a_fused_transformer_layer_runs_its_parts_while_hooked() -> None:
@@ -977,15 +635,6 @@ def test_hook_all_is_not_called_by_its_own_function(net: nn.Sequential, x: Tenso
     assert h.n_calls == 4
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [((3,), "hook_func must be a function, found an int"), ((print, 3), "must be module classes")],
-)
-def test_hook_all_refuses_bad_arguments(args: Any, message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        hook_all(*args)
-
-
 def test_print_sizes_prints_nested_inputs(capsys: pytest.CaptureFixture[str]) -> None:
     lstm = nn.LSTM(4, 5)
     with print_sizes(lstm):
@@ -1015,48 +664,6 @@ def test_a_name_in_the_place_of_an_option_is_refused(wrong: Any) -> None:
         hook_outputs([nn.Linear(2, 3)], cpu=wrong)
 
 
-def test_a_hook_has_the_attributes_of_fastais() -> None:
-    m = nn.Linear(2, 3)
-
-    h = Hook(m, len, detach=False, cpu=True)
-    h.hook.remove()
-
-    assert (h.hook_func, h.detach, h.cpu, h.gather) == (len, False, True, False)
-    assert h.removed
-    assert not m._forward_hooks
-
-
-def test_a_block_inside_its_own_block_leaves_the_outer_one_at_work() -> None:
-    m, x = nn.Linear(2, 3), torch.ones(1, 2)
-    single, many = hook_output(m, keep="all"), hook_outputs([m], keep="all")
-
-    with single, many:
-        with single, many:
-            m(x)
-        m(x)
-
-    assert single.n_calls == many[0].n_calls == 2
-    assert not m._forward_hooks
-
-
-def test_the_layers_of_a_compiled_sequential_are_its_children() -> None:
-    net, x = nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.ones(1, 2)
-
-    with hook_outputs(torch.compile(net, backend="eager")) as h:
-        y = net(x)
-
-    assert torch.equal(h[1].stored, y)
-
-
-def test_hook_all_takes_a_list_of_types() -> None:
-    seen: list[type] = []
-
-    with hook_all(lambda m, i, o: seen.append(type(m)), [nn.Linear, nn.Tanh]):
-        nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Tanh())(torch.ones(1, 2))
-
-    assert seen == [nn.Linear, nn.Tanh]
-
-
 def test_gradients_of_inputs_arrive_under_a_reentrant_checkpoint() -> None:
     m, x = nn.Linear(2, 3), torch.ones(1, 2, requires_grad=True)
 
@@ -1064,18 +671,3 @@ def test_gradients_of_inputs_arrive_under_a_reentrant_checkpoint() -> None:
         checkpoint(m, x, use_reentrant=True).sum().backward()
 
     torch.testing.assert_close(h.stored[0], m.weight.sum(0, keepdim=True).detach())
-
-
-def test_the_text_of_hooks_says_what_they_hold() -> None:
-    net = nn.Sequential(*[nn.Linear(2, 2) for _ in range(5)])
-    h = hook_outputs(select(net, "0", "4"))
-    assert repr(h) == "Hooks(2 hooks)"
-
-    net(torch.ones(3, 2))
-    assert repr(h) == "Hooks(2 hooks: 0 3×2, 4 3×2)"
-
-    h.remove()
-    assert repr(h) == "Hooks(2 hooks, removed: 0 3×2, 4 3×2)"
-    with hook_outputs(net) as many:
-        net(torch.ones(1, 2))
-    assert repr(many) == "Hooks(5 hooks, removed: 0 1×2, 1 1×2, 2 1×2, 3 1×2, …)"

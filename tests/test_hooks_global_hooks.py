@@ -97,22 +97,6 @@ def test_a_global_hook_can_be_entered_again(net: nn.Sequential, x: Tensor) -> No
     assert repr(h) == "GlobalHook(2 calls, removed)"
 
 
-def test_other_threads_and_recomputed_calls_are_not_seen_by_a_global_block(
-    net: nn.Sequential, x: Tensor
-) -> None:
-    import threading
-
-    from torch.utils.checkpoint import checkpoint
-
-    with hook_all(nothing, nn.ReLU) as h:
-        thread = threading.Thread(target=net, args=(x,))
-        thread.start()
-        thread.join()
-        checkpoint(net, x.requires_grad_(), use_reentrant=True).sum().backward()
-
-    assert h.n_calls == 1
-
-
 def test_sizes_are_printed_again_when_the_block_is_entered_again(
     net: nn.Sequential, x: Tensor
 ) -> None:
@@ -135,23 +119,6 @@ def test_sizes_of_what_is_no_model(model: Any) -> None:
         print_sizes(model)
 
 
-def test_a_tensor_hook_ends_with_its_outer_block_and_is_removed_any_number_of_times() -> None:
-    x = torch.ones(2, requires_grad=True)
-    y = x * 2
-
-    with hook_tensor(y) as h:
-        with h:
-            pass
-        y.sum().backward(retain_graph=True)
-    (3 * y).sum().backward()
-    h.remove()
-
-    assert h.stored is not None
-    assert h.stored.tolist() == [1.0, 1.0]
-    assert repr(h) == "TensorHook(the gradient of a 2 tensor, stored)"
-    assert repr(hook_tensor(x.sum())) == "TensorHook(the gradient of a scalar tensor, empty)"
-
-
 def test_the_gradient_of_a_tensor_goes_where_the_hook_went() -> None:
     x = torch.ones(2, requires_grad=True)
     y = x * 2
@@ -170,72 +137,3 @@ def test_hook_all_is_a_global_hook() -> None:
     assert isinstance(h, GlobalHook)
     h.remove()
     assert is_clean()
-
-
-def test_a_call_that_meets_the_removal_by_another_thread_is_passed_over(x: Tensor) -> None:
-    """PyTorch looks twice, for the hook and for whether it takes keyword inputs."""
-    h = hook_all(nothing)
-    m = nn.ReLU()
-    torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(h._handle.id)
-
-    m(x)
-
-    assert h.n_calls == 0
-    h.remove()
-    assert is_clean()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ((len, None, torch.ones(2)), r"hook_all\(pre=tensor.* True or False"),
-        ((len, None, "yes"), r"hook_all\(pre='yes'"),
-        ((len, torch.ones(2)), r"types must be module classes, found tensor"),
-        ((len, ()), r"types must be module classes, found \(\)"),
-        ((len, [nn.Linear, 3]), r"types must be module classes"),
-        ((3,), r"hook_func must be a function, found an int"),
-    ],
-)
-def test_hook_all_refuses_bad_arguments_before_it_changes_anything(
-    wrong: Any, message: str
-) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        hook_all(*wrong)
-
-    assert is_clean()
-
-
-def test_a_global_hook_that_cannot_be_registered_leaves_everything_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("hookkit.hooks.global_hooks.register_module_forward_hook", refuse)
-
-    with pytest.raises(MemoryError):
-        hook_all(nothing)
-
-    assert is_clean()
-
-
-def test_print_sizes_refuses_a_path_for_its_file(net: nn.Sequential) -> None:
-    with pytest.raises(ArgumentError, match=r"file must be an open text file, found a str.*open\("):
-        print_sizes(net, "sizes.txt")  # type: ignore[arg-type]
-
-    assert n_hooks(net) == 0
-
-
-def test_hooks_that_are_on_no_chosen_module_have_a_switch_too(
-    net: nn.Sequential, x: Tensor
-) -> None:
-    seen, printed, y = list[int](), io.StringIO(), net(x)
-
-    with hook_all(lambda m, i, o: seen.append(1)) as h, print_sizes(net, printed) as p:
-        h.switch.on = p.switch.on = False
-        net(x)
-    with hook_tensor(y) as t:
-        t.switch.on = False
-        y.sum().backward()
-
-    assert (seen, printed.getvalue(), t.stored) == ([], "", None)

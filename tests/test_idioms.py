@@ -3,17 +3,14 @@
 import contextlib
 import copy
 import pickle
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from backwards import BackwardIn, here, pytorchs_thread
 from fastcore.foundation import L
 from hooked import n_hooks
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from hookkit.editing import (
     edit_grad,
@@ -27,14 +24,11 @@ from hookkit.editing import (
 )
 from hookkit.errors import (
     ArgumentError,
-    CompiledWarning,
-    HookError,
     NeverFiredWarning,
     OptionError,
     SelectionError,
 )
-from hookkit.hooks import Hook, Hooks, hook_input, hook_inputs, hook_output, hook_outputs
-from hookkit.nested import Inputs
+from hookkit.hooks import Hooks, hook_input, hook_inputs, hook_output, hook_outputs
 from hookkit.selecting import select
 
 
@@ -110,124 +104,6 @@ def test_what_is_stored_is_an_L_and_a_list_which_torch_takes() -> None:
 # --- outputs and their gradients in one block
 
 
-def _retained(net: nn.Sequential, x: Tensor) -> tuple[list[Tensor], list[Any]]:
-    """Each layer's output and its gradient, by PyTorch's `retain_grad`; without in-place layers."""
-    found = []
-    for layer in net:
-        layer = nn.ReLU() if isinstance(layer, nn.ReLU) else layer
-        x = layer(x)
-        x.retain_grad()
-        found.append(x)
-    x.square().sum().backward()
-    return [t.detach() for t in found], [t.grad for t in found]
-
-
-@pytest.mark.parametrize("detach", [True, False])
-def test_outputs_and_their_gradients_in_one_block(detach: bool) -> None:
-    net = mlp()
-    values, grads = _retained(net, X)
-
-    with hook_outputs(net, detach=detach, clone=True, retain_grad=True) as h:
-        net(X).square().sum().backward()
-
-    assert all(map(torch.equal, h.stored, values))
-    assert h[0].stored.requires_grad is not detach
-    for hook, grad in zip(h, grads, strict=True):
-        torch.testing.assert_close(hook.grad, grad, rtol=0, atol=0)
-    assert n_hooks(net) == 0
-
-
-def test_gradients_have_the_structure_of_what_is_stored() -> None:
-    torch.manual_seed(0)
-    lstm = nn.LSTM(4, 3)
-    x = X.clone().requires_grad_()
-    with hook_output(lstm, retain_grad=True) as o, hook_input(lstm, retain_grad=True) as i:
-        out, (hidden, _) = lstm(x)
-        (out.sum() + 3 * hidden.sum()).backward()
-
-    assert torch.equal(o.grad[0], torch.ones(2, 3))
-    assert torch.equal(o.grad[1][0], torch.full((1, 3), 3.0))
-    assert o.grad[1][1] is None
-    assert isinstance(i.grad, Inputs)
-    torch.testing.assert_close(i.grad[0], x.grad, rtol=0, atol=0)
-    assert torch.equal(i.stored[0], X)
-
-
-def test_gradients_of_the_last_call_or_none() -> None:
-    layer = nn.Linear(4, 2)
-    with hook_output(layer, retain_grad=True) as h:
-        layer(X).sum().backward()
-        layer(X)
-        assert h.grad is None  # `stored` is of the second call by now
-        layer(X).sum().mul(2).backward()
-    assert torch.equal(h.grad, torch.full((2, 2), 2.0))
-    assert h.n_calls == 3
-
-    with h:
-        checkpoint(layer, X.clone().requires_grad_(), use_reentrant=True).sum().backward()
-    assert torch.equal(h.grad, torch.ones(2, 2))
-    assert h.n_calls == 1
-
-
-def test_a_kept_output_counts_its_use_by_the_keeper() -> None:
-    net = nn.Sequential(nn.Identity(), nn.Linear(4, 2))
-    x = X.clone().requires_grad_()
-    with hook_output(net[0], detach=False, retain_grad=True) as h:
-        (net(x).sum() + h.stored.sum()).backward()
-
-    torch.testing.assert_close(h.grad, net[1].weight.sum(0).expand(2, 4) + 1)
-
-
-class Owner(nn.Module):
-    """A module that has a hook of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 2)
-        self.seen = hook_output(self.fc, retain_grad=True)
-
-
-def test_copies_keep_gradients_of_their_own() -> None:
-    for other in (copy.deepcopy(owner := Owner()), pickle.loads(pickle.dumps(owner))):
-        other.fc(X).sum().backward()
-
-        assert torch.equal(other.seen.grad, torch.ones(2, 2))
-        assert other.seen.stored.shape == (2, 2)
-        assert owner.seen.grad is None
-        other.seen.remove()
-        assert n_hooks(other) == 0
-
-
-def test_no_backward_pass_in_the_block_is_reported() -> None:
-    net = mlp()
-    with (
-        pytest.warns(NeverFiredWarning, match=r"1 of 1 hooks never .* no backward .* `grad` is No"),
-        hook_outputs(select(net, "2"), retain_grad=True) as h,
-    ):
-        y = net(X)
-    assert torch.equal(h["2"].stored, y)
-    assert h["2"].grad is None
-    with (
-        pytest.warns(NeverFiredWarning, match=r"1 of 1 hooks .* not called, .* is None: run t"),
-        hook_outputs(select(net, "2"), retain_grad=True),
-    ):
-        pass
-
-
-def test_grad_needs_its_option_and_not_the_other_one() -> None:
-    layer = nn.Linear(4, 2)
-    with hook_output(layer) as h:
-        layer(X)
-    with pytest.raises(OptionError, match=r"hook_output: \.grad of Linear.* is not kept"):
-        _ = h.grad
-    for make in (hook_output, hook_input):
-        with pytest.raises(OptionError, match="grad=True stores gradients alone"):
-            make(layer, grad=True, retain_grad=True)
-    with pytest.raises(OptionError, match="stop=True ends the forward pass"):
-        hook_outputs([layer], stop=True, retain_grad=True)
-    assert n_hooks(layer) == 0
-
-
 # --- before the hooks that are there
 
 
@@ -247,26 +123,6 @@ def test_a_prepended_hook_comes_before_those_that_are_there() -> None:
     seen = own.stored, edited[0].stored, given[0].stored[0], taken.stored[0]
     assert [t.item() for t in seen] == [20, 21, 1, 10]  # the last one prepended is the first
     handle.remove(), pre.remove()
-
-
-@pytest.mark.parametrize("hook", [hook_output, hook_input])
-def test_gradients_of_a_prepended_hook_are_those_of_what_it_sees(hook: Any) -> None:
-    layer, edit = nn.Identity(), edit_output if hook is hook_output else edit_input
-    with (
-        edit(layer, scale(3)),  # after what is prepended
-        hook(layer, retain_grad=True, prepend=True) as own,
-        hook(layer, grad=True, prepend=True) as own_grad,
-        hook(layer, retain_grad=True) as edited,
-    ):
-        layer(X.clone().requires_grad_()).sum().backward()
-        again = copy.deepcopy(layer)
-    values = [h.stored if hook is hook_output else h.stored[0] for h in (own, edited)]
-    grads = [h.grad if hook is hook_output else h.grad[0] for h in (own, edited)]
-
-    torch.testing.assert_close(values, [X, 3 * X])
-    assert [g.unique().item() for g in (*grads, own_grad.stored[0])] == [3, 1, 3]
-    assert n_hooks(layer) == 0
-    assert torch.equal(again(X), X)
 
 
 # --- edits at some calls
@@ -322,44 +178,6 @@ def test_calls_that_never_come_are_reported() -> None:
         assert _seen(net, 2, edit_output(net, zero(), calls=[5])) == [1, 1]
 
 
-@pytest.mark.parametrize("backward_in", [here, pytorchs_thread])
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_recomputes_an_edited_call(reentrant: bool, backward_in: BackwardIn) -> None:
-    layer = nn.Linear(4, 4)
-    net = nn.Sequential(layer, nn.Tanh())
-
-    def run(n: int, call: Any) -> Tensor | None:
-        x = y = X.clone().requires_grad_()
-        with edit_output(layer, scale(3), calls=[0]):
-            for _ in range(n):
-                y = call(net, y)
-            backward_in(y.sum().backward)
-        return x.grad
-
-    again = partial(checkpoint, use_reentrant=reentrant)
-    torch.testing.assert_close(run(1, again), run(1, lambda net, x: net(x)))
-    with pytest.raises(HookError, match=r"which of its 2 calls that is cannot be known. Drop"):
-        run(2, again)
-
-
-def test_a_compiled_model_runs_edits_at_calls_in_a_block() -> None:
-    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    compiled = torch.compile(net, backend="eager")
-    plain = compiled(X)
-    with edit_output(net[0], zero(), calls=[1]):
-        ys = [compiled(X) for _ in range(2)]
-    assert torch.equal(ys[0], plain)
-    assert not ys[1].any()
-    torch.compiler.reset()
-
-    edit = edit_output(net[0], zero(), calls=[1])
-    with pytest.raises(Exception, match="compiled code does not count calls"):
-        torch.compile(net, backend="eager", fullgraph=True)(X)
-    with pytest.warns(CompiledWarning, match="has seen no call"):
-        edit.remove()
-    torch.compiler.reset()
-
-
 @pytest.mark.parametrize("calls", [-1, [0, -2], ["a"], "0", 1.5, [0.5], torch.ones(2)])
 def test_calls_are_numbers(calls: Any) -> None:
     net = nn.Identity()
@@ -371,17 +189,6 @@ def test_calls_are_numbers(calls: Any) -> None:
 def test_a_function_of_calls_takes_the_number() -> None:
     with pytest.raises(ArgumentError, match=r"calls <lambda>\(a, b\) takes 2 .* Give f\(number\)"):
         edit_output(nn.Identity(), zero(), calls=lambda a, b: True)
-
-
-@pytest.mark.parametrize("calls", [None, [0]])
-def test_an_error_in_a_function_of_one_argument_names_the_layer(calls: Any) -> None:
-    net = nn.Identity()
-    with (
-        pytest.raises(ZeroDivisionError) as e,
-        edit_output(net, lambda o: 1 / 0, calls=calls),
-    ):
-        net(X)
-    assert [n for n in e.value.__notes__ if "raised by the hook" in n and "<lambda> on Id" in n]
 
 
 def test_a_prepended_edit_is_seen_by_the_hooks_that_are_there() -> None:
@@ -412,17 +219,6 @@ def test_one_clean_sample_patches_a_batch(at: Any) -> None:
         assert torch.equal(layer(batch), wanted)
 
 
-def test_a_clean_batch_of_two_does_not_patch_three() -> None:
-    layer = nn.Identity()
-    with hook_output(layer) as run:
-        layer(torch.ones(2, 4))
-    with (
-        pytest.raises(HookError, match=r"patch_from on Identity.*: 2×4 does not fit what is there"),
-        edit_output(layer, patch_from(run, at=(slice(None), 1))),
-    ):
-        layer(torch.ones(3, 4))
-
-
 # --- messages
 
 
@@ -438,29 +234,3 @@ def test_the_projection_that_attention_does_not_call_is_explained(make: Any) -> 
         make(attention.out_proj, *given),
     ):
         attention(x, x, x)
-
-
-def test_a_wrong_leaf_lists_those_that_are_there() -> None:
-    model = nn.ModuleDict({"lstm": nn.LSTM(4, 3)})
-    with hook_outputs(select(model, "lstm")) as clean:
-        model["lstm"](X)
-    there = r"'lstm\[5\]' \(LSTM\) has nothing at \[5\].*a path that is there: \[0\], \[1\]\[0\]"
-    wrong = select(model, "lstm[5]")
-
-    for block in (hook_outputs(wrong), edit_outputs(wrong, patch_from(clean))):
-        with pytest.raises(HookError, match=there), block:
-            model["lstm"](X)
-    with (
-        pytest.raises(
-            HookError, match=r"patch_from: 'lstm\[1\]\[0\]' .* nothing at \[1\]\[0\]; th"
-        ),
-        edit_outputs(select(model, "lstm[1][0]"), patch_from(hook_of(model["lstm"], {"h": X}))),
-    ):
-        model["lstm"](X)
-
-
-def hook_of(module: nn.Module, value: Any) -> Hook:
-    """A hook of `module` that has stored `value` and nothing else."""
-    with Hook(module, lambda o: value) as hook:
-        module(X)
-    return hook

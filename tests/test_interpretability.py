@@ -328,9 +328,10 @@ def test_attribution_patching(c: Case) -> None:
     blocks = select(c.model, *c.blocks)
     with torch.no_grad(), hook_outputs(blocks) as clean:
         c.model(CLEAN)
-    with hook_outputs(blocks, retain_grad=True) as h:
+    with hook_outputs(blocks) as h, hook_outputs(blocks, grad=True) as g:
         c.answer(CORRUPT).sum().backward()
-    found = torch.stack([((clean[b].stored - h[b].stored) * h[b].grad).sum(-1) for b in h.names])
+    pairs = [(clean[b].stored - h[b].stored, g[b].stored[0]) for b in h.names]
+    found = torch.stack([(change * grad).sum(-1) for change, grad in pairs])
 
     kept, live = plain_values(c, c.blocks, CLEAN), list[Tensor]()
 
@@ -340,8 +341,8 @@ def test_attribution_patching(c: Case) -> None:
 
     with plain(c, **dict.fromkeys(c.blocks, retain)):
         c.answer(CORRUPT).sum().backward()
-    pairs = zip(kept.values(), live, strict=True)
-    expected = torch.stack([((a - o) * o.grad).sum(-1) for a, o in pairs])  # type: ignore[operator]
+    both = zip(kept.values(), live, strict=True)
+    expected = torch.stack([((a - o) * o.grad).sum(-1) for a, o in both])  # type: ignore[operator]
     assert_close(found, expected.detach())
     assert found.abs().max() > 0.01
 

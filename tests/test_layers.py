@@ -16,7 +16,7 @@ import hookkit
 PACKAGE = Path(hookkit.__file__).parent
 
 ROWS = [
-    {"errors", "interrupts", "version"},
+    {"errors", "version"},
     {"checks", "devices", "events", "nested", "modules", "texts", "files"},
     {"selecting", "ranks", "data", "autograd_graph", "markup"},
     {"hooks", "records"},
@@ -26,7 +26,7 @@ ROWS = [
     {"recording", "live"},
     {"stats"},
     {"learner", "watching"},
-    {"bridges", "testing", "demo", "__main__"},
+    {"bridges", "testing", "demo"},
 ]
 ROW = {name: i for i, row in enumerate(ROWS) for name in row}
 
@@ -82,7 +82,7 @@ def breaches(path: Path) -> list[str]:
     here, wrong = package_of(path), []
     for name in sorted(imports(path)):
         other = [*name.split("."), ""][1]
-        if name == "hookkit" and path.name != "__main__.py":
+        if name == "hookkit":
             wrong.append(f"{here} imports the whole of hookkit")
         below = name.startswith("hookkit.") and ROW[other] > ROW[here]
         if below and (path.relative_to(PACKAGE).as_posix(), other) not in EXCEPTIONS:

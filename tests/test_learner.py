@@ -1,43 +1,27 @@
 """Learner: every way to use one, on every kind of batch; nothing left behind; clear errors."""
 
 import copy
-import importlib.util
 import pickle
 import re
 from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hooked import n_hooks
+from learners import EventLog, plain, quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from hookkit.callbacks import Callback, GradientAccumulation, ProgressCallback
 from hookkit.data import DataLoaders
-from hookkit.errors import ArgumentError, HookkitWarning, ModelRunError, OptionError
+from hookkit.errors import ArgumentError, HookError, ModelRunError, OptionError
 from hookkit.events import CancelFitException, CancelStepException
 from hookkit.learner import Learner
 from hookkit.recording import HookCallback
-from hookkit.records import Run, as_run
-from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
-from hookkit.testing import EventLog, RegModel, mlp, synth_dbunch, synth_learner
-
-
-def quiet(n_trn: int = 3, n_val: int = 2, **kwargs: Any) -> Any:
-    learn = synth_learner(n_trn=n_trn, n_val=n_val, **kwargs)
-    learn.logger = lambda row: None
-    return learn
-
-
-def plain(data: Any, model: nn.Module, **kwargs: Any) -> Any:
-    learn = Learner(data, model, **{"opt_func": torch.optim.SGD, **kwargs})
-    learn.logger = lambda row: None
-    return learn
-
+from hookkit.stats import ActivationStats, GradientStats
+from hookkit.testing import RegModel, mlp, synth_dbunch, synth_learner
 
 # --- it trains
 
@@ -61,17 +45,6 @@ def test_a_fit_is_the_plain_loop_to_the_bit() -> None:
         assert p.equal(q)
 
 
-def test_it_learns_the_line() -> None:
-    torch.manual_seed(0)
-    learn = quiet(n_trn=20, lr=0.1)
-
-    learn.fit(5)
-
-    a, b = (p.item() for p in learn.model.parameters())
-    assert (a, b) == pytest.approx((2, 3), abs=0.1)
-    assert learn.recorder.values[-1][1] < 0.02
-
-
 def test_the_optimizer_is_made_once_unless_a_new_one_is_wanted() -> None:
     learn = quiet()
     assert learn.opt is None
@@ -86,7 +59,7 @@ def test_the_optimizer_is_made_once_unless_a_new_one_is_wanted() -> None:
     assert learn.opts == [learn.opt]
 
 
-def test_a_run_goes_on_where_it_was_interrupted() -> None:
+def test_a_fit_may_begin_with_a_later_epoch() -> None:
     epochs: list[int] = []
     learn = quiet(cbs=Callback(before_epoch=lambda cb: epochs.append(cb.epoch)))
 
@@ -95,22 +68,19 @@ def test_a_run_goes_on_where_it_was_interrupted() -> None:
     assert epochs == [2, 3]
 
 
-def test_the_state_of_the_batch_is_let_go_after_a_fit() -> None:
-    learn = quiet()
+def test_the_log_is_printed_under_a_header_with_five_digits(capsys: Any) -> None:
+    learn = synth_learner(n_trn=1)
 
+    learn.fit(2)
     learn.fit(1)
 
-    state = (learn.dl, learn.xb, learn.yb, learn.pred, learn.loss, learn.training)
-    assert state == (None, (None,), (None,), None, None, False)
-
-
-def test_the_log_is_printed_as_a_row(capsys: Any) -> None:
-    synth_learner(n_trn=1).fit(1)
-
-    epoch, train, valid, time = capsys.readouterr().out.strip("[]\n").split(", ")
-    assert (epoch, time) == ("0", "'00:00'")
-    assert float(train) > 0
-    assert float(valid) > 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == lines[3].split() == ["epoch", "train_loss", "valid_loss", "time"]
+    assert [line.split()[0] for line in lines] == ["epoch", "0", "1", "epoch", "0"]
+    assert len({len(line) for line in lines}) == 1
+    for text, value in zip(lines[1].split()[1:3], learn.recorder.values[0], strict=True):
+        assert float(text) == pytest.approx(value, rel=1e-4)
+        assert 5 <= len(text) <= 10
 
 
 # --- steps
@@ -260,42 +230,6 @@ def test_a_loss_function_gets_the_mapping_as_its_target() -> None:
     assert learn.n_steps == 3
 
 
-def test_a_mapping_inside_a_tuple_is_one_input() -> None:
-    class Takes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(1, 1)
-
-        def forward(self, d: dict[str, Tensor]) -> Tensor:
-            out: Tensor = self.fc(d["x"])
-            return out
-
-    data = [({"x": torch.ones(4, 1)}, torch.ones(4, 1))] * 2
-
-    plain((data, data), Takes(), loss_func=nn.MSELoss()).fit(1)
-
-
-def test_transformers_models_train_as_they_are() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=20,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-    )
-    model = transformers.BertForSequenceClassification(config)
-    batch = {"input_ids": torch.randint(0, 20, (4, 6)), "labels": torch.tensor([0, 1, 0, 1])}
-    learn = plain(([batch] * 2, [batch]), model)
-
-    learn.fit(1)
-    preds, _ = learn.get_preds()
-
-    assert learn.n_steps == 2
-    assert preds.logits.shape == (4, 2)
-    assert type(preds).__name__ == "SequenceClassifierOutput"
-
-
 def test_any_iterable_is_a_loader() -> None:
     class Batches:
         def __iter__(self) -> Iterator[Any]:
@@ -339,15 +273,6 @@ def test_a_generator_is_used_up_and_reported() -> None:
         learn.fit(2)
 
 
-def test_batches_without_targets_are_predicted() -> None:
-    learn = quiet()
-
-    preds, targets = learn.get_preds(dl=[(torch.ones(2, 1),), torch.ones(3, 1)])
-
-    assert preds.shape == (5, 1)
-    assert targets == ()
-
-
 # --- the loss
 
 
@@ -369,7 +294,7 @@ def test_training_without_a_loss_is_reported() -> None:
 def test_training_on_batches_without_targets_is_reported() -> None:
     learn = quiet(data=([torch.ones(4, 1)] * 2, None))
 
-    with pytest.raises(ModelRunError, match=r"FlatMSELoss compares with targets.*\(4×1,\) is all"):
+    with pytest.raises(ModelRunError, match=r"the batch has no target: \(4×1,\) is all input"):
         learn.fit(1)
 
 
@@ -386,7 +311,7 @@ def test_a_callback_may_give_the_loss() -> None:
 
 @pytest.mark.parametrize(("loss", "said"), [(3.0, "3.0"), ((torch.ones(()), 1), "(scalar, 1)")])
 def test_a_loss_that_is_no_tensor_is_reported(loss: Any, said: str) -> None:
-    with pytest.raises(ModelRunError, match=re.escape(f"<lambda> returned {said}. Return the")):
+    with pytest.raises(ModelRunError, match=re.escape(f"; found {said}. Return the")):
         quiet(loss_func=lambda pred, y: loss).fit(1)
 
 
@@ -395,12 +320,6 @@ def test_a_loss_that_is_not_reduced_keeps_pytorchs_error_and_says_what_it_was() 
         quiet(loss_func=nn.MSELoss(reduction="none")).fit(1)
 
     assert caught.value.__notes__ == ["the loss was 16×1, epoch 0, batch 0 (training)"]
-
-
-def test_predicting_needs_no_loss() -> None:
-    preds, _ = plain(synth_dbunch(n_valid=2), RegModel()).get_preds()
-
-    assert preds.shape == (32, 1)
 
 
 # --- validate and get_preds
@@ -459,29 +378,15 @@ def test_inputs_losses_activation_and_lists() -> None:
     assert learn.loss_func.reduction == "mean"
 
 
-def test_functional_losses_come_by_sample_too() -> None:
-    x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
-    learn = plain(([(x, y)], [(x, y)]), nn.Linear(4, 3), loss_func=nn.functional.cross_entropy)
-
-    preds, _, losses = learn.get_preds(with_loss=True)
-
-    expected = nn.functional.cross_entropy(preds, y, reduction="none")
-    torch.testing.assert_close(losses, expected)
-
-
 def test_shapes_that_do_not_join_are_reported() -> None:
     data = [(torch.ones(2, n), torch.ones(2)) for n in (3, 4)]
     learn = plain((data, data), nn.Identity())
 
-    with pytest.raises(ModelRunError, match=r"shapes are 2×3, 2×4\. Pad them.*concat_dim=None"):
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match") as caught:
         learn.get_preds()
 
+    assert "get_preds(…, concat_dim=None) gives lists" in caught.value.__notes__[0]
     assert [p.shape for p in learn.get_preds(concat_dim=None)[0]] == [(2, 3), (2, 4)]
-
-
-def test_a_dimension_that_predictions_have_not_is_reported() -> None:
-    with pytest.raises(ModelRunError, match=r"joined along dimension 5; their shapes are 16×1"):
-        quiet().get_preds(concat_dim=5)
 
 
 def test_predictions_of_a_model_that_reuses_its_output_are_kept_apart() -> None:
@@ -498,15 +403,6 @@ def test_predictions_of_a_model_that_reuses_its_output_are_kept_apart() -> None:
     preds, _ = plain((data, data), Reuses()).get_preds()
 
     assert preds.flatten().tolist() == [0, 0, 1, 1, 2, 2]
-
-
-def test_get_preds_leaves_no_callback_with_the_predictions_behind() -> None:
-    learn = quiet()
-
-    learn.get_preds()
-
-    assert not hasattr(learn, "gather_preds")
-    assert learn.final_record is None
 
 
 def test_validate_takes_a_loader_by_number_or_by_itself() -> None:
@@ -538,14 +434,11 @@ def test_validating_in_mid_training_leaves_the_batch_alone() -> None:
     assert log.seen == ["before_fit", "before_epoch", "after_fit"]
 
 
-@pytest.mark.parametrize("on_valid", [False, True])
 @pytest.mark.parametrize("ask", ["validate", "get_preds"])
 @pytest.mark.parametrize("event", ["before_batch", "after_pred", "after_loss", "after_step"])
-def test_validating_during_a_batch_leaves_its_record_alone(
-    event: str, ask: str, on_valid: bool
-) -> None:
+def test_validating_during_a_batch_leaves_its_record_alone(event: str, ask: str) -> None:
     def recorded(**events: Any) -> list[Any]:
-        cbs = [ActivationStats(modules="", on_valid=on_valid), GradientStats(modules="")]
+        cbs = [ActivationStats(modules=""), GradientStats(modules="")]
         torch.manual_seed(0)
         sums = HookCallback("", hook=lambda m, i, o: o.sum())
         batches = [(torch.randn(4, 1), torch.randn(4, 1)) for _ in range(3)]
@@ -553,7 +446,7 @@ def test_validating_during_a_batch_leaves_its_record_alone(
         learn = plain((batches, batches), RegModel(), loss_func=nn.MSELoss(), cbs=both)
         learn.fit(2)
         own = [cb.record().values for cb in cbs]
-        return [*own, cbs[0].valid_accumulator.record().values, sums.hooks.stored[0]]
+        return [*own, sums.hooks.stored[0]]
 
     def one(events: dict[str, Any]) -> list[Any]:
         cb = Callback(**events)
@@ -569,123 +462,7 @@ def test_validating_during_a_batch_leaves_its_record_alone(
 # --- what was recorded
 
 
-class MyStats(ActivationStats):
-    """Somebody's own."""
-
-
-class MyFlight(FlightRecorder):
-    """Likewise."""
-
-
-def test_a_subclass_of_a_recorder_is_part_of_the_run() -> None:
-    flight = MyFlight("report")
-    learn = quiet(cbs=[MyStats(modules=""), flight], lr=1e30)
-
-    learn.fit(1)
-
-    run = learn.run_record()
-    assert run.activations is learn.my_stats.record()
-    assert run.incidents == flight.incidents != ()
-
-
-def test_what_was_recorded_goes_to_other_tools_as_from_the_run(tmp_path: Path) -> None:
-    learn = quiet(cbs=[ActivationStats(modules="", with_hist=True), ParamStats()])
-    logged: list[tuple[Any, ...]] = []
-    writer = SimpleNamespace(
-        add_scalar=lambda *a: logged.append(a),
-        add_histogram_raw=lambda *a, **facts: logged.append((*a, str(facts))),
-    )
-
-    learn.fit(1)
-
-    run = learn.run_record()
-    path = learn.to_csv(tmp_path / "learn.csv")
-    assert path.read_text() == run.to_csv(tmp_path / "run.csv").read_text()
-    assert path.read_text().count("\n") > 10
-    learn.log_to(writer)
-    of_learner, logged[:] = list(logged), []
-    run.log_to(writer)
-    assert of_learner == logged != []
-    if importlib.util.find_spec("pandas"):
-        assert learn.to_df().equals(run.to_df())
-        assert learn.compare(run).ratio.tolist() == [1.0]
-
-
-def test_a_recorder_by_itself_is_its_own_record(tmp_path: Path) -> None:
-    stats = ActivationStats()
-    learn = quiet(cbs=[stats, ParamStats()])
-    learn.fit(1)
-
-    assert as_run(stats) == Run(stats.record())
-    assert Run.load(stats.save(tmp_path / "stats.npz")) == Run(stats.record())
-    assert as_run(learn) == learn.run_record()
-    with pytest.raises(ArgumentError, match=r"the class ActivationStats was given, and"):
-        as_run(ActivationStats)
-
-
-def test_a_record_goes_where_its_kind_belongs() -> None:
-    learn = quiet(cbs=ActivationStats(modules="", is_forward=False))
-
-    learn.fit(1)
-
-    run = learn.run_record()
-    assert (run.activations, run.gradients) == (None, learn.activation_stats.record())
-
-
-def test_of_several_recorders_of_a_kind_those_left_out_are_reported() -> None:
-    first, last = ActivationStats(modules=""), ActivationStats(modules="", every=2)
-    learn = quiet(cbs=[first, last, ActivationStats(modules="", on_train=False)])
-    learn.fit(1)
-
-    with pytest.warns(HookkitWarning, match=r"without ActivationStats\(1 layers × 3\)"):
-        run = learn.run_record()
-
-    assert run.activations is last.record()
-
-
 # --- saving
-
-
-def test_what_is_saved_is_loaded_with_the_optimizer(tmp_path: Path) -> None:
-    learn = quiet(path=tmp_path)
-    learn.fit(1)
-    file = learn.save("best")
-    other = quiet(path=tmp_path)
-
-    assert other.load("best") is other
-
-    assert file == tmp_path / "models" / "best.pth"
-    for p, q in zip(learn.model.parameters(), other.model.parameters(), strict=True):
-        assert p.equal(q)
-    momentum = [s["momentum_buffer"] for s in other.opt.state.values()]
-    assert momentum == [s["momentum_buffer"] for s in learn.opt.state.values()]
-
-
-def test_a_file_that_is_not_there_names_what_is(tmp_path: Path) -> None:
-    learn = quiet(path=tmp_path)
-    learn.save("epoch_1", with_opt=False)
-
-    with pytest.raises(OptionError, match=r"load\('epoch_2'\).*not exist\. The folder has epoch_1"):
-        learn.load("epoch_2")
-
-
-@pytest.mark.parametrize("file", ["models/run", "models/run.pth"])
-def test_a_path_with_its_folder_is_found_as_it_is_written(
-    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    learn = quiet()
-    learn.fit(1)
-    learn.save("run")
-
-    learn.load(file)
-    learn.fit(2, resume=file)
-
-    match = r"models/{}\.pth does not exist\. The folder has run\."
-    with pytest.raises(OptionError, match=r"load\('rum'\): " + match.format("rum")):
-        learn.load("models/rum")
-    with pytest.raises(OptionError, match=r"fit\(resume=…\): " + match.format("none")):
-        learn.fit(2, resume="models/none.pth")
 
 
 # --- looking
@@ -695,16 +472,8 @@ def test_the_training_loop_shows_events_and_who_listens() -> None:
     text = quiet(cbs=EventLog("after_pred")).show_training_loop()
 
     assert repr(text) == str(text)
-    assert "- after_pred: [EventLog]" in text
-    assert text.index("before_fit") < text.index("before_batch") < text.index("after_fit")
-
-
-def test_the_repr_says_what_it_is_made_of() -> None:
-    text = repr(quiet())
-
-    assert text == "Learner(RegModel, DataLoaders(3 + 2 batches, device=cpu), " + (
-        "cbs=[TrainEvalCallback, Recorder])"
-    )
+    assert "after_pred: [EventLog]" in text
+    assert text.index("before_fit") < text.index("before_train") < text.index("after_pred")
 
 
 def test_a_run_record_holds_losses_by_step_and_rows_by_epoch() -> None:
@@ -730,9 +499,10 @@ def test_a_model_must_be_a_module(model: Any, said: str) -> None:
         Learner(synth_dbunch(), model)
 
 
-def test_the_order_of_arguments_is_reported_when_swapped() -> None:
-    with pytest.raises(ArgumentError, match=r"The order is Learner\(dls, model, loss_func\)"):
-        Learner(RegModel(), synth_dbunch())  # type: ignore[arg-type]
+@pytest.mark.parametrize("second", [nn.MSELoss(), synth_dbunch()])
+def test_a_model_in_the_place_of_the_data_is_told_that_they_come_first(second: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"The data come first: Learner\(dls, model, loss_func"):
+        Learner(RegModel(), second)
 
 
 @pytest.mark.parametrize("dls", [3, "data", [1, 2, 3]])
@@ -741,15 +511,10 @@ def test_data_must_be_loaders(dls: Any) -> None:
         Learner(dls, RegModel())
 
 
-def test_a_loss_must_be_a_function() -> None:
-    with pytest.raises(ArgumentError, match=r"loss_func='mse'.*found a str"):
-        Learner(synth_dbunch(), RegModel(), "mse")  # type: ignore[arg-type]
-
-
 def test_an_optimizer_in_place_of_its_class_is_reported() -> None:
     made: Any = torch.optim.SGD(RegModel().parameters(), lr=0.1)
 
-    with pytest.raises(ArgumentError, match=r"opt_func=SGD \( .*Give the class, such as torch"):
+    with pytest.raises(ArgumentError, match=r"opt_func=SGD \( .*found a SGD"):
         Learner(synth_dbunch(), RegModel(), opt_func=made)
 
 
@@ -769,31 +534,9 @@ def test_a_learner_without_data_predicts_what_it_is_given() -> None:
     assert learn.get_preds(dl=[(torch.ones(3, 1),)])[0].shape == (3, 1)
 
 
-@pytest.mark.parametrize(("n", "start"), [(-1, 0), (2, -1)])
-def test_epochs_are_not_negative(n: int, start: int) -> None:
-    with pytest.raises(OptionError, match=r"epoch=-1\): Give a whole number from 0"):
-        quiet().fit(n, start_epoch=start)
-
-
 def test_a_start_after_the_end_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"no further epoch.*fit\(5, start_epoch=3\)"):
+    with pytest.raises(OptionError, match=r"all epochs. Give a whole number from 3"):
         quiet().fit(2, start_epoch=3)
-
-
-@pytest.mark.parametrize("wd", ["0.1", -0.1, float("nan")])
-def test_a_weight_decay_that_cannot_be_is_refused(wd: Any) -> None:
-    with pytest.raises(OptionError, match=r"None for the optimizer's own\. Give a number"):
-        quiet(wd=wd)
-    learn = quiet()
-    with pytest.raises(OptionError, match=r"fit\(wd=.* is the weight decay"):
-        learn.fit(1, wd=wd)
-    assert learn.opt is None
-
-
-@pytest.mark.parametrize("metrics", [3, ["accuracy"]])
-def test_a_metric_that_cannot_work_is_refused_at_once(metrics: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"found an? \w+\. Give a function of \(pred"):
-        quiet(metrics=metrics)
 
 
 def test_gradients_from_before_a_fit_are_no_part_of_its_first_step() -> None:
@@ -813,7 +556,7 @@ def test_with_learn_takes_down_what_it_set_up_also_if_it_cannot_begin() -> None:
     def fail(self: Any) -> None:
         raise ValueError("no beginning")
 
-    stats = ActivationStats(on_valid=True)
+    stats = HookCallback(hook=lambda m, i, o: None)
     learn = quiet(cbs=[stats, Callback(before_epoch=fail)])
 
     with pytest.raises(ValueError, match="no beginning"), learn:
@@ -832,19 +575,6 @@ def test_loaders_set_by_hand_are_what_a_learner_takes() -> None:
     assert learn.n_steps == 2
 
 
-def test_an_optimizer_of_another_model_is_reported() -> None:
-    learn = quiet()
-    learn.fit(1)
-
-    learn.model = mlp(1, 1)
-    with pytest.warns(HookkitWarning, match=r"SGD holds no parameter of Sequential.*reset_opt=T"):
-        learn.fit(1)
-    learn.fit(1, reset_opt=True)
-    learn.fit(1)
-
-    assert learn.n_steps == 12
-
-
 @pytest.mark.parametrize(
     ("event", "error"), [("after_step", CancelStepException), ("after_fit", CancelFitException)]
 )
@@ -857,16 +587,6 @@ def test_a_cancel_that_comes_too_late_says_where_it_works(event: str, error: Any
 
     part = event.removeprefix("after_")
     assert f"Raise it from before_{part} on, and before after_{part}" in caught.value.__notes__[0]
-
-
-def test_a_cancel_of_what_a_validation_has_not_says_so() -> None:
-    def cancel(self: Any) -> None:
-        raise CancelFitException
-
-    with pytest.raises(CancelFitException) as caught:
-        quiet(cbs=Callback(after_loss=cancel)).validate()
-
-    assert "was raised outside the part of the fit that it ends" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(
@@ -887,7 +607,7 @@ def test_a_batch_the_model_cannot_take_keeps_pytorchs_error_and_says_what_it_was
         learn.fit(1)
 
     assert not learn.fitting
-    said = "the model (Sequential) was given 2×5 as its inputs, epoch 0, batch 0 (training)"
+    said = "the model was given 2×5 as its inputs, epoch 0, batch 0 (training)"
     assert caught.value.__notes__[0].startswith(said)
 
 
@@ -918,18 +638,6 @@ def test_ctrl_c_ends_the_fit_and_cleans_up() -> None:
         learn.fit(1, cbs=Callback(after_pred=ctrl_c))
 
     assert (learn.fitting, learn.training, learn.pred, len(learn.cbs)) == (False, False, None, 2)
-
-
-def test_a_cancelled_fit_is_a_fit_that_ended_well() -> None:
-    def stop(cb: Any) -> None:
-        raise CancelFitException
-
-    learn = quiet(cbs=Callback(after_train=stop))
-
-    learn.fit(5)
-
-    assert learn.n_steps == 3
-    assert not learn.fitting
 
 
 # --- devices
@@ -981,69 +689,41 @@ def test_a_learner_can_be_copied_and_pickled_and_goes_on() -> None:
     assert len(learn.recorder.losses) == 3
 
 
-@pytest.mark.parametrize("event", ["before_fit", "after_pred", "after_step", "after_epoch"])
-def test_a_copy_made_in_mid_fit_is_at_rest_and_can_be_trained(event: str) -> None:
-    pytest.importorskip("tqdm")
-    copies: list[Any] = []
+def test_the_training_data_are_predicted_in_order_and_whole() -> None:
+    x = torch.arange(12.0)[:, None]
+    ds, seen = TensorDataset(x, x), list[float]()
+    learn = plain((DataLoader(ds, 5, shuffle=True, drop_last=True), None), RegModel())
+    learn.loss_func = nn.MSELoss()
+    before = torch.get_rng_state()
 
-    def keep(self: Any) -> None:
-        copies.append(copy.deepcopy(self.learn))
+    _, y = learn.get_preds(ds_idx=0)
 
-    learn = synth_learner(n_trn=3, cbs=[ActivationStats(), ParamStats(), ProgressCallback()])
-    learn.fit(1, cbs=Callback(**{event: keep}))
-
-    kept = copies[0]
-    kept.remove_cb(kept.callback).fit(1)
-
-    assert kept.model is not learn.model
-    assert kept.n_steps == {"after_step": 4, "after_epoch": 6}.get(event, 3)
-    assert kept.logger is print
+    assert y.flatten().tolist() == list(range(12))
+    assert torch.get_rng_state().equal(before)
+    learn.fit(1, cbs=Callback(after_pred=lambda cb: seen.extend(cb.y.flatten().tolist())))
+    assert len(seen) == 10
+    assert seen != sorted(seen)
 
 
-@pytest.mark.parametrize("n", [1.5, "1", None])
-def test_epochs_are_whole_numbers(n: Any) -> None:
-    with pytest.raises(OptionError, match=r"fit\(n_epoch=.*Give a whole number from 0"):
-        quiet().fit(n)
+def test_a_sampler_of_the_users_says_what_is_predicted() -> None:
+    x = torch.arange(6.0)[:, None]
+    loader = DataLoader(TensorDataset(x, x), 2, sampler=[4, 1, 5], drop_last=True)
+
+    _, y = plain((loader, None), RegModel()).get_preds(ds_idx=0)
+
+    assert y.flatten().tolist() == [4, 1, 5]
 
 
-@pytest.mark.parametrize("lr", ["a", "1", slice(None), [None]])
-def test_a_learning_rate_is_a_number(lr: Any) -> None:
-    with pytest.raises(OptionError, match=r"lr=.*has 1 parameter group\. Give one"):
-        quiet().fit(1, lr=lr)
+def test_a_callback_of_fastais_is_answered_with_what_works() -> None:
+    fastais = type("SaveModel", (), {"__module__": "fastai.callback.tracker"})
+
+    for where in (lambda: quiet(cbs=fastais()), lambda: quiet().fit(1, cbs=[fastais])):
+        with pytest.raises(ArgumentError, match=r"SaveModel .*fastai(?s:.*)with hookkit\.watch"):
+            where()
 
 
-def test_a_loss_class_is_to_be_called() -> None:
-    with pytest.raises(ArgumentError, match=r"loss_func=MSELoss.*Call the class: MSELoss\(\)"):
-        Learner(synth_dbunch(), RegModel(), nn.MSELoss)
+def test_fastais_learner_is_answered_with_what_works() -> None:
+    learner = type("Learner", (), {"__module__": "fastai.learner"})
 
-
-def test_a_diagnosis_takes_no_options() -> None:
-    learn = quiet()
-    learn.fit(1)
-
-    assert learn.diagnose() is not None
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        learn.diagnose(strict=True)
-
-
-def test_a_run_record_has_the_gradient_norms_of_param_stats() -> None:
-    from hookkit.stats import ParamStats
-
-    learn = quiet(cbs=ParamStats())
-    learn.fit(1)
-
-    norms = learn.run_record().grad_norms
-    assert norms.shape == (3,)
-    assert np.isfinite(norms).all()
-
-
-def test_one_loader_is_enough_to_train_and_to_summarise() -> None:
-    data = torch.utils.data.TensorDataset(torch.randn(8, 3), torch.randn(8, 1))
-    learn = Learner(torch.utils.data.DataLoader(data, 4), nn.Linear(3, 1), nn.MSELoss())
-
-    with learn.no_logging():
-        learn.fit(1)
-
-    assert learn.n_steps == 2
-    assert learn.dls.valid is None
-    assert "4 x 1" in learn.summary()
+    with pytest.raises(HookError, match=r"ActivationStats .*fastai(?s:.*)with hookkit\.watch"):
+        ActivationStats().learn = learner()

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from learners import conv_layer, quiet
 from torch import nn
 
-from hookkit.callbacks.optimizers import bare_optimizer
 from hookkit.errors import ArgumentError, OptionError
-from hookkit.learner.groups import make_optimizer, param_groups, set_hyper, spread, trainable_params
-from hookkit.testing import ConvLayer, mlp, synth_learner
+from hookkit.learner.groups import make_optimizer, set_hyper, spread, trainable_params
+from hookkit.testing import mlp, synth_learner
 
 
 def halves(model: Any) -> list[Any]:
@@ -17,9 +17,7 @@ def halves(model: Any) -> list[Any]:
 
 
 def two_groups(**kwargs: Any) -> Any:
-    learn = synth_learner(n_trn=1, n_val=1, model=mlp(1, 4, 1), splitter=halves, **kwargs)
-    learn.logger = lambda row: None
-    return learn
+    return quiet(n_trn=1, n_val=1, model=mlp(1, 4, 1), splitter=halves, **kwargs)
 
 
 def test_the_default_splitter_takes_what_requires_a_gradient() -> None:
@@ -40,7 +38,7 @@ def test_the_default_splitter_takes_what_requires_a_gradient() -> None:
     ],
 )
 def test_a_splitter_gives_parameters_lists_modules_or_dicts(split: Any, sizes: list[int]) -> None:
-    opt = make_optimizer(torch.optim.SGD, param_groups(split(mlp(1, 4, 1))), 0.1)
+    opt = make_optimizer(torch.optim.SGD, split(mlp(1, 4, 1)), 0.1)
 
     assert [len(g["params"]) for g in opt.param_groups] == sizes
 
@@ -63,10 +61,9 @@ def test_rates_spread_over_groups(lr: Any, rates: list[float]) -> None:
     assert spread(lr, 3) == pytest.approx(rates)
 
 
-@pytest.mark.parametrize("lr", [[1, 2], -1.0, float("nan")])
-def test_rates_that_cannot_be_are_reported(lr: Any) -> None:
+def test_another_number_of_rates_than_of_groups_is_reported() -> None:
     with pytest.raises(OptionError, match=r"lr=.*: the optimizer has 3 parameter groups"):
-        spread(lr, 3)
+        spread([1, 2], 3)
 
 
 def test_fit_sets_the_rate_of_each_group_and_goes_back_to_the_learners() -> None:
@@ -79,16 +76,13 @@ def test_fit_sets_the_rate_of_each_group_and_goes_back_to_the_learners() -> None
     assert [g["lr"] for g in learn.opt.param_groups] == [0.25, 0.25]
 
 
-def test_weight_decay_is_set_where_the_optimizer_has_it() -> None:
+def test_weight_decay_is_the_learners_or_the_fits() -> None:
     learn = two_groups(wd=0.1)
     learn.fit(1)
     assert [g["weight_decay"] for g in learn.opt.param_groups] == [0.1, 0.1]
 
     learn.fit(1, wd=0.2)
     assert learn.opt.param_groups[0]["weight_decay"] == 0.2
-    learn = synth_learner(opt_func=torch.optim.Rprop)
-    with pytest.raises(OptionError, match=r"weight_decay: Rprop has no such .* only lr, etas"):
-        learn.fit(1, wd=0.2)
 
 
 def test_a_rate_held_in_a_tensor_is_filled_in_place() -> None:
@@ -138,7 +132,7 @@ def test_frozen_weights_do_not_move() -> None:
 def test_batch_norms_in_frozen_groups_learn_by_default(
     train_bn: bool, expected: list[bool]
 ) -> None:
-    model = nn.Sequential(ConvLayer(1, 2), nn.Conv2d(2, 1, 1))
+    model = nn.Sequential(conv_layer(1, 2), nn.Conv2d(2, 1, 1))
     learn = synth_learner(model=model, splitter=list, train_bn=train_bn)
 
     learn.freeze()
@@ -147,16 +141,13 @@ def test_batch_norms_in_frozen_groups_learn_by_default(
 
 
 def test_a_group_that_is_not_there_is_reported() -> None:
-    with pytest.raises(OptionError, match=r"n=5.* the optimizer's 2 groups.* from -2 to 2"):
+    with pytest.raises(OptionError, match=r"n=5.*from -2 to 2"):
         two_groups().freeze_to(5)
 
 
-def test_the_bare_optimizer_is_found_inside_a_wrapper() -> None:
-    class Wrapper:
-        def __init__(self, optimizer: Any) -> None:
-            self.optimizer = optimizer
+def test_freezing_inside_of_distrib_ctx_is_refused() -> None:
+    pytest.importorskip("accelerate")
+    learn = two_groups()
 
-    opt = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-
-    assert bare_optimizer(Wrapper(opt)) is opt
-    assert bare_optimizer(opt) is opt
+    with learn.distrib_ctx(cpu=True), pytest.raises(OptionError, match="call it before"):
+        learn.freeze()

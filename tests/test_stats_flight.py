@@ -5,13 +5,13 @@ import math
 import pickle
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hooked import n_hooks
 from torch import Tensor, nn
 
-from hookkit.errors import HookError, HookkitWarning, NonFiniteError, OptionError
+from hookkit.callbacks import Callback
+from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
 from hookkit.records import Incident
 from hookkit.stats import ActivationStats, FlightRecorder, ParamStats
 from hookkit.testing import synth_learner
@@ -224,88 +224,6 @@ def train_by_closure(
             opt.step(closure)  # type: ignore[arg-type]
 
 
-def train_changing(model: nn.Sequential, recorder: FlightRecorder, change: Any) -> None:
-    """Four steps; `change(model, opt)` before the third."""
-    opt = torch.optim.SGD(model.parameters(), lr=0.01)
-    with watch(model, opt, recorder):
-        for i in range(4):
-            if i == 2:
-                change(model, opt)
-            model(torch.ones(4, 8)).pow(2).mean().backward()
-            opt.step()
-            opt.zero_grad()
-
-
-def test_a_module_that_comes_during_a_training_is_watched_and_the_past_kept() -> None:
-    def change(model: nn.Sequential, opt: Any) -> None:
-        model.append(Breaks(1))
-
-    recorder, model = FlightRecorder("report"), nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
-
-    train_changing(model, recorder, change)
-
-    (incident,) = recorder.incidents
-    assert (incident.name, incident.type, incident.step) == ("2", "Breaks", 3)
-    assert set(incident.history) == {"0", "1", "2"}
-    assert (incident.history["0"] > 0).tolist() == [True] * 3
-    assert np.isnan(incident.history["2"]).tolist() == [True, True, False]
-    assert n_hooks(model) == 0
-
-
-@pytest.mark.parametrize("of_gradient", [False, True])
-def test_a_module_that_is_exchanged_during_a_training_is_watched(of_gradient: bool) -> None:
-    def change(model: nn.Sequential, opt: torch.optim.Optimizer) -> None:
-        model[1] = SqrtOfZero() if of_gradient else Breaks(1)
-        model[0] = nn.Linear(8, 6)
-        opt.add_param_group({"params": list(model[0].parameters())})
-
-    recorder, model = FlightRecorder("report"), broken(nn.Identity())
-    old = model[0]
-
-    train_changing(model, recorder, change)
-
-    incident = recorder.incidents[0]
-    want = ("gradient", "0", "Linear", 2) if of_gradient else ("activation", "1", "Breaks", 3)
-    assert (incident.kind, incident.name, incident.type, incident.step) == want
-    assert not old._forward_hooks
-
-
-def test_a_parameter_that_is_exchanged_during_a_training_is_watched() -> None:
-    def change(model: nn.Sequential, opt: torch.optim.Optimizer) -> None:
-        model[0].weight = nn.Parameter(torch.ones(2, 8))
-        model[0].weight.register_hook(lambda grad: grad * math.nan)
-
-    recorder = FlightRecorder("report")
-
-    train_changing(nn.Sequential(nn.Linear(8, 2)), recorder, change)
-
-    assert [(i.kind, i.name, i.step) for i in recorder.incidents] == [("gradient", "0", 2)]
-
-
-def test_a_changed_model_whose_root_is_watched_is_watched_on() -> None:
-    def change(model: nn.Sequential, opt: Any) -> None:
-        model.append(Breaks(1))
-
-    recorder = FlightRecorder("report", modules="")
-
-    train_changing(nn.Sequential(nn.Linear(8, 2)), recorder, change)
-
-    assert [(i.name, i.step) for i in recorder.incidents] == [("", 3)]
-
-
-def test_modules_that_cannot_be_found_again_are_warned_about() -> None:
-    def change(model: nn.Sequential, opt: Any) -> None:
-        model[2] = nn.Identity()
-
-    model = broken(Breaks(1))
-    recorder = FlightRecorder("report", modules=[model[2], model[3]])
-
-    with pytest.warns(HookkitWarning, match=r"other modules .*Start again, with FlightRecorder"):
-        train_changing(model, recorder, change)
-
-    assert [(i.name, i.step) for i in recorder.incidents] == [("2", 1)]
-
-
 @pytest.mark.parametrize(("n_calls", "bad_call"), [(1, 2), (3, 6), (3, 8)])
 def test_what_a_closure_makes_is_seen(n_calls: int, bad_call: int) -> None:
     recorder = FlightRecorder("report")
@@ -397,7 +315,7 @@ def train_unseen(model: nn.Module, recorder: FlightRecorder) -> None:
 
 
 @pytest.mark.parametrize("action", ["report", "skip"])
-@pytest.mark.filterwarnings("ignore:.*each_forward:hookkit.errors.HookkitWarning")
+@pytest.mark.filterwarnings("ignore:.*too late to skip:hookkit.errors.HookkitWarning")
 def test_each_forward_hides_nothing(action: str) -> None:
     recorder = FlightRecorder(action)
 
@@ -406,14 +324,12 @@ def test_each_forward_hides_nothing(action: str) -> None:
     assert [(i.name, i.step) for i in recorder.incidents] == [("2", 2)]
 
 
-def step_in_backward(model: nn.Module, recorder: FlightRecorder, gone: bool = False) -> None:
-    """An optimizer for each parameter, stepped as its gradient is there, which may then go."""
+def step_in_backward(model: nn.Module, recorder: FlightRecorder) -> None:
+    """An optimizer for each parameter, stepped as its gradient is there."""
     opts = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
 
     def step(p: Any) -> None:
         opts[p].step()
-        if gone:
-            opts[p].zero_grad()
 
     handles = [p.register_post_accumulate_grad_hook(step) for p in opts]
     with watch(model, list(opts.values()), recorder):
@@ -424,22 +340,14 @@ def step_in_backward(model: nn.Module, recorder: FlightRecorder, gone: bool = Fa
         handle.remove()
 
 
-@pytest.mark.parametrize("gone", [False, True])
-def test_steps_within_the_backward_hide_no_gradient(gone: bool) -> None:
-    recorder = FlightRecorder("report")
+def test_steps_within_the_backward_hide_no_gradient_and_cannot_be_skipped() -> None:
+    recorder = FlightRecorder("skip")
 
-    step_in_backward(broken(SqrtOfZero()), recorder, gone)
+    with pytest.warns(HookkitWarning, match="within the backward.*only reported"):
+        step_in_backward(broken(SqrtOfZero()), recorder)
 
     assert (recorder.incidents[0].kind, recorder.incidents[0].name) == ("gradient", "0")
     assert recorder.incidents[0].step == 0
-
-
-def test_steps_within_the_backward_cannot_be_skipped() -> None:
-    with (
-        pytest.warns(HookkitWarning, match="within the backward"),
-        pytest.raises(HookError, match="gradients of this step are still to come"),
-    ):
-        step_in_backward(broken(Breaks(1)), FlightRecorder("skip"))
 
 
 @pytest.mark.traces_gradients
@@ -461,6 +369,30 @@ def test_it_is_picklable_after_a_fit() -> None:
 
     assert isinstance(again.incidents[0], Incident)
     assert str(again.incidents[0]) == str(recorder.incidents[0])
+
+
+def test_what_it_keeps_of_a_batch_is_a_number_for_each_layer_and_parameter() -> None:
+    recorder, sizes = FlightRecorder("report", n_batches=3), []
+
+    class Look(Callback):
+        def after_batch(self) -> None:
+            batches = recorder._memory.batches
+            sizes.append([x.numel() for b in batches for x, _ in b.outputs.values()])
+            sizes[-1] += [x.numel() for b in batches for x in b.grads.values()]
+
+    learn = synth_learner(n_trn=5, cbs=[recorder, Look])
+    with learn.no_logging():
+        learn.fit(1)
+
+    a_batch = 1 + 1 + 1 + 2  # the loss, the input, one layer and two parameters
+    assert [sum(each) for each in sizes if each][-1] <= 3 * a_batch
+
+
+def test_of_several_processes_none_skips_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hookkit.ranks.is_distributed", lambda: True)
+
+    with pytest.raises(OptionError, match="one process alone would skip"):
+        train(broken(nn.Identity()), FlightRecorder("skip"))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """A recorder's `hook`: a subclass's method, or the function it was given, says what is recorded."""
 
-import gc
-import weakref
 from typing import Any
 
 import numpy as np
@@ -10,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.callbacks import Callback
-from hookkit.errors import HookError
 from hookkit.hooks import Hooks
 from hookkit.recording import HookCallback
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats
@@ -132,17 +129,17 @@ def test_it_sees_the_part_of_the_output_that_was_selected() -> None:
     assert shapes == [(1, 2)]
 
 
-@pytest.mark.parametrize("kind", [GradientStats, lambda **o: ActivationStats(is_forward=False)])
-def test_a_recorder_of_gradients_gives_it_the_gradients_of_inputs_and_outputs(kind: Any) -> None:
-    plain = kind()
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+def test_a_recorder_of_gradients_gives_it_the_gradients_of_inputs_and_outputs() -> None:
+    plain = GradientStats()
 
-    class Mine(type(plain)):  # type: ignore[misc]
+    class Mine(GradientStats):
         def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
             seen.append((len(i), len(o), type(m).__name__))
             return 2 * o[0]
 
     seen: list[Any] = []
-    mine = Mine() if kind is GradientStats else Mine(is_forward=False)
+    mine = Mine()
 
     train(net(), plain, mine)
 
@@ -153,20 +150,17 @@ def test_a_recorder_of_gradients_gives_it_the_gradients_of_inputs_and_outputs(ki
     np.testing.assert_array_equal(got.value("count"), want.value("count"))
 
 
-def test_a_given_hook_is_not_ignored_for_gradients() -> None:
-    stats = ActivationStats(is_forward=False, hook=lambda m, gi, go: torch.full((7,), 3.0))
-
-    train(net(), stats)
-
-    assert (stats.record().value("count") == 7).all()
-
-
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_hook_for_gradients_is_called_in_recorded_steps_only(every: int) -> None:
     calls: list[int] = []
-    stats = ActivationStats(
-        is_forward=False, every=every, hook=lambda m, gi, go: calls.append(1) or go
-    )
+
+    class Mine(GradientStats):
+        def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
+            calls.append(1)
+            return o
+
+    stats = Mine(every=every)
 
     train(net(), stats, n=4)
 
@@ -232,30 +226,14 @@ def test_hooks_are_the_hooks_while_they_are_on(kind: Any) -> None:
     assert (removed, hooks.removed) == (False, True)
 
 
-@pytest.mark.parametrize("kind", [HookCallback, ActivationStats, GradientStats, FlightRecorder])
-def test_it_is_freed_without_the_garbage_collector(kind: Any) -> None:
-    recorder = kind()
-    train(net(), recorder)
-    weak = weakref.ref(recorder)
-
-    gc.disable()
-    try:
-        del recorder
-        assert weak() is None
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("kind", [ActivationStats, GradientStats, FlightRecorder])
-def test_recorders_hooks_can_be_removed_and_say_that_they_count_nothing(kind: Any) -> None:
+def test_recorders_hooks_can_be_removed_and_store_nothing(kind: Any) -> None:
     recorder = kind()
     model = net()
     look = Callback(after_batch=lambda self: recorder.hooks.remove())
 
     train(model, recorder, look, n=2)
 
-    with pytest.raises(HookError, match=r"n_calls of '2' \(Linear\).*Read the recorder itself"):
-        _ = recorder.hooks["2"].n_calls
     assert list(recorder.hooks.stored) == [None] * len(recorder.names)
     assert recorder.hooks.silent == {}
     if kind is ActivationStats:

@@ -1,22 +1,16 @@
 """Statistics of what is odd: layers called by themselves, quantized ones, the ends of float32."""
 
-import importlib.util
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError, SelectionError
-from hookkit.moments.cpu import cpu_row, norms
-from hookkit.moments.moments import merge, moments
-from hookkit.records import load
-from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats, param_norms
+from hookkit.records import Run
+from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.stats.param_norms import norms_of
 from hookkit.testing import synth_learner
 from hookkit.watching import watch
-
-pytestmark = pytest.mark.usefixtures("reader")
 
 
 class Net(nn.Module):
@@ -72,12 +66,8 @@ def test_the_flight_recorder_does_not_see_a_layer_called_by_itself():
 def test_records_go_out_from_whatever_holds_them(tmp_path):
     w = train(ActivationStats(), ParamStats())
     for source in (w, w.run_record(), w.activation_stats, w.param_stats, w.param_stats.record()):
-        (back, *_) = load(source.save(tmp_path / "a.npz"))
+        back = Run.load(source.save(tmp_path / "a.npz")).records[0]
         assert back.names
-        assert source.to_csv(tmp_path / "a.csv").read_text().startswith("step,epoch,layer")
-        statistic = next(iter(back.values))
-        if importlib.util.find_spec("pandas"):
-            assert set(source.compare(source, statistic).ratio) == {1.0}
     tags = []
 
     class Writer:
@@ -98,17 +88,17 @@ def test_save_of_a_recorder_is_not_that_of_the_learner(tmp_path):
     learn = synth_learner(cbs=ActivationStats(modules=""))
     with learn.no_logging():
         learn.fit(1)
-    assert len(load(learn.activation_stats.save(tmp_path / "s"))[0]) == 10
+    assert len(Run.load(learn.activation_stats.save(tmp_path / "s")).records[0]) == 10
 
 
 @pytest.mark.parametrize("text", ["step,epoch\n1,2\n", ""])
 def test_a_file_of_another_kind_is_refused(tmp_path, text):
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(OptionError, match="did not write it"):
-        load(tmp_path / "a.csv")
+        Run.load(tmp_path / "a.csv")
     np.save(tmp_path / "a.npy", np.ones(2))
     with pytest.raises(OptionError, match="did not write it"):
-        load(tmp_path / "a.npy")
+        Run.load(tmp_path / "a.npy")
 
 
 def test_norms_whose_squares_leave_float32():
@@ -147,19 +137,6 @@ def test_updates_of_16_bit_weights_are_not_rounded(dtype):
     assert stats.record().value("update_norm", "weight")[0] == pytest.approx(moved, rel=1e-6)
 
 
-def test_moments_whose_squares_leave_float32():
-    x = torch.tensor([1e-40, 1e-30])
-    assert cpu_row(x, 0.05)[2] == pytest.approx(5e-61, rel=1e-5)
-
-
-def test_an_entry_of_stats_is_read_by_name():
-    entry = train(ActivationStats()).activation_stats.stats[1]
-    assert entry["enc"] is entry[0]
-    assert (entry.step, entry.epoch, entry.iteration, entry.names) == (1, 0, 1, ("enc", "head"))
-    with pytest.raises(SelectionError, match='"enc"'):
-        entry["encc"]
-
-
 def test_a_function_between_layers_is_not_blamed_on_the_next():
     class Odd(Net):
         def forward(self, x):
@@ -179,10 +156,9 @@ def test_a_function_between_layers_is_not_blamed_on_the_next():
 def test_values_beyond_float32_are_finite():
     stats = ActivationStats(with_hist=True)
     record = train(stats, dtype=torch.float64, scale=1e200, n=1).activation_stats.record()
-    assert record.value("hist_inf", "enc").tolist() == [0]
+    assert record.hist is not None
+    assert record.hist[0].sum() == 40  # none of them is lost
     assert not np.isnan(record.value("std")).any()
-    a = torch.tensor([[0.0] * 4 + [0.0] * 5]).double()
-    assert not merge(a, moments(torch.tensor([1e200, -1e180]).double(), 1)).isnan().any()
 
 
 def test_a_model_in_eval_mode_is_warned_about():
@@ -207,45 +183,6 @@ def test_every_is_a_whole_number(every):
 def test_n_batches_is_a_whole_number(n):
     with pytest.raises(OptionError, match="a whole number from 2"):
         FlightRecorder(n_batches=n)
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-24, 1e30, 0.0])
-def test_the_ways_to_a_norm_agree(scale):
-    x, y = (scale * torch.randn(100_000) for _ in range(2))
-    copy = np.zeros(100_000, np.float32)
-
-    assert norms([x.numpy()], [copy])[0] == pytest.approx(x.double().norm().item(), rel=1e-6)
-    assert (copy == x.numpy()).all()
-    want = (x.double() - y.double()).norm().item()
-    assert norms([x.numpy()], minus=[y.numpy()])[0] == pytest.approx(want, rel=1e-6)
-    assert norms([x.numpy()], minus=[x.numpy()])[0] == 0
-
-
-def test_small_and_large_models_have_the_same_norms(monkeypatch):
-    def run(few):
-        monkeypatch.setattr(param_norms, "FEW", few)
-        torch.manual_seed(0)
-        stats = ParamStats()
-        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-        model[0].bias.requires_grad_(False)
-        opt = torch.optim.SGD(model.parameters(), 0.1)
-        with watch(model, opt, stats):
-            for _ in range(3):
-                model(torch.randn(4, 8)).square().mean().backward()
-                opt.step()
-                opt.zero_grad()
-        return stats.record().values
-
-    fast, slow = run(1 << 19), run(0)
-    for key, values in slow.items():
-        np.testing.assert_allclose(fast[key], values, rtol=1e-5, err_msg=key)
-
-
-def test_a_norm_of_a_nan_is_recorded_and_numpys_error_state_kept():
-    x = np.array([1.0, np.nan, 2.0], np.float32)
-    with np.errstate(all="raise"):
-        assert np.isnan(norms([x])[0])
-        assert norms([np.full(3, np.inf, np.float32)])[0] == np.inf
 
 
 @pytest.mark.parametrize("make", [ActivationStats, GradientStats])
@@ -282,31 +219,6 @@ def test_a_zero_weight_that_moves_has_an_infinite_ratio():
         assert stats.record().value("update_ratio", "bias").tolist() == [0]
 
 
-def test_training_by_torch_func_is_seen():
-    torch.manual_seed(0)
-    model, x = Net(), torch.randn(6, 4)
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    stats, recorder = ActivationStats(with_hist=True, units=True), FlightRecorder()
-    want = []
-    with watch(model, opt, stats, recorder):
-        for _ in range(3):
-            values = dict(model.named_parameters())
-            want.append((x @ values["enc.weight"].T + values["enc.bias"]).detach().mean().item())
-            grads = torch.func.grad(
-                lambda p: torch.func.functional_call(model, p, (x,)).square().mean()
-            )(values)
-            for name, p in values.items():
-                p.grad = grads[name].detach()
-            opt.step()
-    assert not recorder.incidents
-    np.testing.assert_allclose(stats.record().value("mean", "enc"), want, rtol=1e-4, atol=1e-6)
-
-    with watch(model, opt, again := ActivationStats(), FlightRecorder()):
-        torch.func.vmap(model)(x[:, None])
-        opt.step()
-    assert again.record().value("count", "enc").tolist() == [24]
-
-
 @pytest.mark.parametrize("make", [ActivationStats, GradientStats])
 def test_a_path_into_the_output_is_what_is_recorded(make):
     torch.manual_seed(0)
@@ -333,7 +245,7 @@ def test_a_path_into_the_output_is_what_is_recorded(make):
 def test_a_path_that_is_not_there_raises(make):
     model = nn.Sequential(nn.Linear(4, 4))
     opt = torch.optim.SGD(model.parameters(), 0.1)
-    with watch(model, opt, make(modules="0[1].x")), pytest.raises(HookError, match=r"\[1\]\.x"):
+    with watch(model, opt, make(modules="0[1][0]")), pytest.raises(HookError, match=r"\[1\]\[0\]"):
         model(torch.randn(2, 4)).sum().backward()
 
 
@@ -379,3 +291,14 @@ def test_a_small_model_that_changes_between_steps_keeps_its_norms():
     record = stats.record()
     got = [record.value("weight_norm", "head.weight"), record.value("update_norm", "head.weight")]
     np.testing.assert_allclose(np.array(got).T, want, rtol=1e-5)
+
+
+def test_under_torch_func_nothing_is_recorded_and_it_says_so():
+    model, x = Net(), torch.randn(6, 4)
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model, opt, stats := ActivationStats(), FlightRecorder()):
+        torch.func.vmap(model)(x[:, None])
+        opt.step()
+    record = stats.record()
+    assert np.isnan(record.value("count")).all()
+    assert list(record.meta["skipped"]) == ["enc", "head"]

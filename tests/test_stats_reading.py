@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import HookkitWarning, OptionError, SelectionError
-from hookkit.stats import ActivationStats, GradientStats, ParamStats, parameters
+from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.watching import watch
 
 THREE = ("mean", "std", "near_zero")
@@ -25,29 +25,17 @@ def recorded() -> Any:
     return w
 
 
-def test_statistics_are_shown_as_a_table_of_numbers(recorded: Any) -> None:
+def test_statistics_are_shown_as_a_short_table(recorded: Any) -> None:
     stats = recorded.activation_stats.stats
-    first, last = (stats[i]["2"] for i in (0, -1))
+    first, last = (stats[i][1] for i in (0, -1))
 
-    title, head, *rows, rest = repr(stats).splitlines()
-    assert title == "StatsList(3 records of 2 layers, steps 0–2, first → last)"
-    assert head.split() == ["layer", "mean", "std", "near_zero"]
+    title, head, *rows = repr(stats).splitlines()
+
+    assert title == "StatsList(3 records of 2 layers)"
+    assert head.split() == ["layer,", "first", "→", "last", "mean", "std", "near_zero"]
     assert [row.split()[:2] for row in rows] == [["0", "Linear"], ["2", "Linear"]]
     assert f"{first['mean']:.3g} → {last['mean']:.3g}" in rows[1]
-    assert rest.startswith("also count rms min max zero nonfinite")
-
-    title, _, *rows, rest = repr(stats[1]).splitlines()
-    assert title == "BatchStats(2 layers, step 1, epoch 0)"
-    assert rows[0].split() == ["0", "Linear", *(f"{stats[1][0][s]:.3g}" for s in THREE)]
-
-
-def test_a_slice_is_shown_as_what_it_is(recorded: Any) -> None:
-    stats = recorded.activation_stats.stats
-
-    assert repr(stats[1:2]).startswith("StatsList(1 record of 2 layers, step 1, epoch 0)\n")
-    assert repr(stats[0][1:]).splitlines()[2].startswith("2 Linear")
-    assert repr(ActivationStats().stats) == "StatsList(0 records)"
-    assert repr(stats[:0]) == "StatsList(0 records)"
+    assert repr(stats.itemgot(1).itemgot("mean")).startswith("[")  # what is made of it is a list
 
 
 @pytest.mark.parametrize("n_layers", [12, 13, 300])
@@ -59,61 +47,12 @@ def test_the_table_of_many_layers_is_bounded(n_layers: int) -> None:
         net(torch.ones(2, 1)).sum().backward()
         opt.step()
 
-    title, head, *rows, _ = repr(stats.stats).splitlines()
+    title, head, *rows = repr(stats.stats).splitlines()
 
     assert len(rows) == min(13, n_layers)
     assert max(map(len, (title, head, *rows))) <= 100
     assert any(row.startswith("… ") for row in rows) == (n_layers > 12)
     assert rows[-1].startswith(f"{n_layers - 1} Linear")
-    assert stats.stats._repr_html_().count("<tr>") == 1 + len(rows)
-
-
-def test_layers_without_a_value_and_odd_names_are_shown() -> None:
-    net = nn.ModuleDict({"<b>" + "n" * 60: nn.Linear(1, 1), "used": nn.Linear(1, 1)})
-    opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    stats = ActivationStats()
-    with watch(net, opt, stats, each_forward=True):
-        for _ in range(2):
-            net["used"](torch.ones(2, 1)).sum().backward()
-            opt.step()
-
-    text, html = repr(stats.stats), stats.stats._repr_html_()
-
-    assert "– → –" in text
-    assert max(map(len, text.splitlines())) <= 100
-    assert "&lt;b&gt;" in html
-    assert "<b>" not in html
-
-
-def test_notebooks_show_statistics_as_html_and_terminals_as_text(recorded: Any) -> None:
-    pretty = pytest.importorskip("IPython.lib.pretty").pretty
-    stats = recorded.activation_stats.stats
-
-    assert pretty(stats) == repr(stats)
-    assert pretty(stats[1]) == repr(stats[1])
-    for shown in (stats, stats[1]):
-        assert "<table" in shown._repr_html_()
-    assert stats.itemgot(0)._repr_html_() is None
-    assert stats[0]._ipython_key_completions_() == ["0", "2"]
-
-
-def test_what_is_made_of_statistics_shows_its_values(recorded: Any) -> None:
-    stats = recorded.activation_stats.stats
-
-    means = stats.itemgot(0).itemgot("mean")
-
-    assert [float(x) for x in repr(means).strip("[]").split(",")] == list(means)
-    assert repr(stats[0].itemgot("count")) == "[64.0, 16.0]"
-
-
-def test_some_layers_of_a_record_keep_their_names(recorded: Any) -> None:
-    batch = recorded.activation_stats.stats[1]
-
-    last = batch[1:]
-
-    assert last["2"] is batch["2"]
-    assert (last.names, last.step) == (("2",), 1)
-    assert batch[[1]].names == ("2",)
 
 
 def test_gradients_are_not_offered_units_that_they_have_not(recorded: Any) -> None:
@@ -166,26 +105,19 @@ def test_units_of_a_layer_that_never_ran_are_warned_about() -> None:
         model(torch.randn(4, 8)).sum().backward()
         opt.step()
 
-    assert isinstance(stats.dead_units("used"), list)
-    with pytest.warns(HookkitWarning, match='dead units of "idle" cannot .*It did not run'):
+    with pytest.warns(HookkitWarning, match='dead units of "idle" cannot .*it did not run'):
         assert stats.dead_units("idle") == []
 
 
 # --- reading changes nothing
 
 
-@pytest.mark.parametrize("options", [{}, {"every": 3}, {"with_hist": True, "window": 6}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"every": 3}, {"with_hist": True}], ids=str)
 def test_what_is_recorded_does_not_depend_on_who_reads(options: dict[str, Any]) -> None:
     read, unread = (read_each(n, options) for n in (1, 0))
 
     for a, b in zip(read, unread, strict=True):
         assert a.record() == b.record()
-    ours, others = (stats[0].accumulator for stats in (read, unread))
-    for name in ("older", "newer"):  # sums in float32, whose last digits depend on their order
-        assert all(
-            torch.equal(getattr(x, name), getattr(y, name))
-            for x, y in zip(ours.units, others.units, strict=True)
-        )
 
 
 def read_each(n: int, options: dict[str, Any]) -> tuple[Any, ...]:
@@ -220,18 +152,3 @@ def test_a_parameter_that_comes_back_has_not_moved_because_somebody_looked(look:
                 stats.record()
 
     assert stats.record().meta["moved"] == [False]
-
-
-def test_what_has_moved_in_a_recorded_step_is_not_read_again(monkeypatch: Any) -> None:
-    read: list[int] = []
-    found = parameters.checksum
-    monkeypatch.setattr(parameters, "checksum", lambda t: read.append(1) or found(t))
-    net, stats = nn.Linear(3, 2), ParamStats()
-    net.bias.requires_grad_(False)
-    with watch(net, torch.optim.SGD(net.parameters(), lr=1.0), stats) as w:
-        net(torch.ones(1, 3)).sum().backward()
-        w.opt.step()  # type: ignore[union-attr]
-        read.clear()
-        assert stats.record().meta["moved"] == [True, False]
-
-        assert len(read) == 1

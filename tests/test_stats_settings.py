@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from hookkit.moments import edge_bins
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.watching import watch
 
@@ -62,8 +61,8 @@ def recorded(dtype: torch.dtype, setting: Callable[[], AbstractContextManager[An
     with setting():
         guests: list[Any] = [
             ActivationStats(with_hist=True, units=True, include_paramless=True),
-            ActivationStats(with_hist=True, exact_hist=True, bins=edge_bins([-1, 0, 1])),
-            GradientStats(of="both"),
+            ActivationStats(with_hist=True, bins=(-1, 1, 4)),
+            GradientStats(),
             ParamStats(),
         ]
         flight = FlightRecorder()

@@ -11,13 +11,12 @@ from zoo import ZOO, Entry
 from hookkit.errors import HookkitWarning
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 
-pytestmark = pytest.mark.usefixtures("reader")
-
 
 @pytest.mark.parametrize("entry", ZOO, ids=lambda e: e.name)
 def test_training_is_the_same_and_everything_reads(entry: Entry) -> None:
     stats = ActivationStats(with_hist=True, units=True, include_paramless=True)
-    guests = [stats, GradientStats(True, of="both"), ParamStats(), FlightRecorder("report")]
+    grads = [GradientStats(True), GradientStats(of="params")]
+    guests = [stats, *grads, ParamStats(), FlightRecorder("report")]
 
     plain = trained(entry, [])
     watched = trained(entry, guests)
@@ -25,7 +24,7 @@ def test_training_is_the_same_and_everything_reads(entry: Entry) -> None:
     assert watched[:2] == plain[:2]
     for name, value in plain[2].items():
         torch.testing.assert_close(watched[2][name], value, rtol=0, atol=0, equal_nan=True)
-    for guest in guests[:3]:
+    for guest in guests[:4]:
         assert len(guest.record()) == len(guest.record().spans)
     assert len(stats.stats) == len(stats.record())
     for i, name in enumerate(stats.names):

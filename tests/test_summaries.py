@@ -3,11 +3,9 @@
 import gc
 import json
 import re
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from functools import cache, lru_cache
 from typing import Any
 
 import pytest
@@ -17,9 +15,8 @@ from torch import Tensor, nn
 from zoo import entry
 
 from hookkit.errors import ArgumentError, OptionError, SelectionError
-from hookkit.modelinfo import dummy_eval, model_sizes, num_features_model
+from hookkit.modelinfo import dummy_eval, model_sizes, num_features_model, tracing
 from hookkit.summaries import Summary, summary
-from hookkit.texts import width
 
 
 class Block(nn.Module):
@@ -95,13 +92,6 @@ def test_a_bare_parameter_is_a_row() -> None:
         40,
         ("1×5×8",),
     )
-
-
-def test_functional_work_is_its_parents() -> None:
-    s = summary(entry("sdpa").build(), *entry("sdpa").args())
-
-    assert s.macs == sum(r.macs for r in s)
-    assert s[""].macs > 0
 
 
 def test_a_shared_layer_runs_twice_and_its_second_place_is_named() -> None:
@@ -198,23 +188,13 @@ def test_an_unknown_row_is_answered_with_the_nearest() -> None:
         summary(Net(), ids())["blocks.1.nrom"]
 
 
-def test_the_top_rows_by_any_number() -> None:
-    s = summary(Net(1), ids())
-
-    assert [r.name for r in s.top("macs", 2)] == ["blocks.0.fc.0", "blocks.0.fc.1"]
-    assert s.top("params", 1)[0].name == "blocks.0.fc.0"
-    assert len(s.top("saved", 100)) < len(s)
-    with pytest.raises(OptionError, match=r'top\(by="size"\): choose one of n_params'):
-        s.top("size")
-
-
 def test_it_is_plain_data_and_survives_json() -> None:
     s = summary(Net(), ids())
     back = json.loads(s.to_json())
 
-    assert back["totals"]["n_params"] == s.n_params
+    assert back["totals"]["n_params"] == back["n_params"] == s.n_params
     assert [r["name"] for r in back["rows"]] == [r.name for r in s]
-    assert back["run"] == "fake"
+    assert back["run"] == "real"
 
 
 def test_it_becomes_a_data_frame() -> None:
@@ -224,7 +204,7 @@ def test_it_becomes_a_data_frame() -> None:
     df = s.to_df()
 
     assert df["n_params"].sum() == s.n_params
-    assert df.loc["head", "tied"] == "emb.weight"
+    assert df.loc["head", "notes"] == ("tied → emb.weight",)
 
 
 def test_it_holds_no_reference_to_the_model() -> None:
@@ -240,51 +220,6 @@ def test_it_holds_no_reference_to_the_model() -> None:
 
 
 # how it ran
-
-
-def test_fake_tensors_first_and_the_footer_says_so() -> None:
-    s = summary(Net(), ids())
-
-    assert s.run == "fake"
-    assert "Run on fake tensors: nothing computed, nothing changed." in str(s)
-
-
-def test_a_model_that_reads_values_runs_for_real_and_the_footer_says_why() -> None:
-    class Gate(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x if x.sum().item() > 0 else -x
-
-    s = summary(nn.Sequential(nn.Linear(3, 3), Gate()), torch.ones(2, 3))
-
-    assert (s.run, s.why) == ("real", "DataDependentOutputException in 1")
-    assert "Real run on a copy, since it cannot run on fake tensors" in s.text(width=200)
-
-
-def test_a_model_that_cannot_be_copied_runs_in_place_and_is_restored() -> None:
-    class Locked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn = nn.BatchNorm1d(3)
-            self.seen: list[int] = []
-
-        def __deepcopy__(self, memo: Any) -> Any:
-            raise TypeError("cannot copy")
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen.append(len(x))
-            self.extra = nn.Linear(2, 2)
-            return self.bn(x)
-
-    net = Locked()
-    s = summary(net, torch.randn(4, 3))
-
-    assert s.run == "itself"
-    assert s["bn"].calls == 1
-    assert (net.seen, net.bn.num_batches_tracked.item(), hasattr(net, "extra")) == ([], 0, False)
-    assert net.bn.running_mean.equal(torch.zeros(3))
-    assert net.bn.running_var.equal(torch.ones(3))
-    assert not net._forward_hooks
-    assert not net.bn._forward_hooks
 
 
 class Writes(nn.Module):
@@ -303,85 +238,19 @@ class Writes(nn.Module):
         return y
 
 
-class Locked(Writes):
-    def __init__(self) -> None:
-        super().__init__()
-        self.locks = [threading.Lock(), {"inner": threading.RLock()}]
-
-    def forward(self, x: Tensor) -> Tensor:
-        with self.locks[0]:
-            return super().forward(x)
-
-
-class Refusing(Writes):
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError("cannot copy")
-
-
-@pytest.mark.parametrize(
-    ("kind", "run", "says"),
-    [(Locked, "real", "Real run on a copy"), (Refusing, "itself", "it was restored.")],
-)
-def test_a_forward_that_writes_weights_and_gradients_changes_no_model(
-    kind: type[Writes], run: str, says: str
-) -> None:
-    net = kind()
+def test_a_forward_that_writes_weights_and_gradients_changes_no_model() -> None:
+    net = Writes()
     net.fc.weight.grad = grad = torch.ones(2, 2)
     weight = net.fc.weight.detach().clone()
 
     s = summary(net, torch.ones(4, 2))
 
-    assert (s.run, s["fc"].calls) == (run, 1)
-    assert says in s.text(width=200)
-    assert says in s.html()
+    assert (s.run, s["fc"].calls) == ("real", 1)
     assert torch.equal(net.fc.weight, weight)
     assert net.ema.tolist() == [0, 0]
     assert net.fc.weight.grad is grad
     assert grad.equal(torch.ones(2, 2))
     assert (net.fc.bias.grad, net.fc.bias.requires_grad) == (None, True)
-
-
-def test_a_copy_that_shares_the_parameters_says_so_and_names_what_was_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Clips(Writes):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.fc.bias.mul_(0.5)
-            return super().forward(x)
-
-    monkeypatch.setattr("hookkit.modelinfo.sandbox._SHARE_BYTES", 8)
-    net = Clips()
-    s = summary(net, torch.ones(4, 2))
-
-    assert s.run == "shared"
-    assert "a copy that shares the parameters" in s.text(width=200)
-    (warned,) = s.warnings
-    assert warned.startswith("1 parameter is changed by the forward, in the model itself:")
-    assert warned.endswith("Load them again: fc.bias")
-    assert (net.fc.weight.grad, net.fc.bias.grad, net.fc.bias.requires_grad) == (None, None, True)
-    assert net.ema.tolist() == [0, 0]
-
-
-def test_a_model_with_a_lock_runs_on_fake_tensors() -> None:
-    net = nn.Sequential(nn.Linear(2, 2))
-    net.lock = threading.Lock()  # type: ignore[assignment]
-
-    assert summary(net, torch.ones(1, 2)).run == "fake"
-
-
-def test_a_module_that_is_its_own_copy_is_restored() -> None:
-    class Shared(nn.BatchNorm1d):
-        def __deepcopy__(self, memo: Any) -> Any:
-            return self
-
-    net = nn.Sequential(nn.Linear(3, 3), Shared(3))
-    before = {k: v.clone() for k, v in net.state_dict().items()}
-
-    s = summary(net, torch.randn(4, 3))
-
-    assert (s.run, s["1"].calls) == ("itself", 1)
-    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -406,70 +275,6 @@ def test_a_lazy_model_stays_lazy_until_its_first_forward(look: Any) -> None:
     assert net[0].in_features == 5
 
 
-def test_a_users_recorder_runs_and_keeps_no_fake_tensor() -> None:
-    net, seen = nn.Linear(3, 2), []
-    handle = net.register_forward_hook(lambda m, i, o: seen.append(o))
-
-    s = summary(net, torch.ones(1, 3))
-    handle.remove()
-
-    assert seen == []
-    assert s.footnotes == ("Hooks on the model that ran: 1.",)
-
-
-def test_a_model_that_hooks_itself_works() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 4), nn.Linear(7, 2)
-            self.a.register_forward_hook(self.keep)
-
-        def keep(self, m: Any, i: Any, o: Tensor) -> None:
-            self.seen = o
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.a(x)
-            return self.b(torch.cat([self.seen, x], -1))
-
-    net = Own()
-
-    assert summary(net, torch.ones(2, 3)).run == "fake"
-    assert not hasattr(net, "seen")
-
-
-@lru_cache
-def mask(n: int) -> Tensor:
-    return torch.ones(n, n).triu()
-
-
-@cache
-def rotation(n: int) -> tuple[Tensor, Tensor]:
-    return torch.ones(n).cos(), torch.ones(n).sin()
-
-
-CACHE: dict[str, Tensor] = {}
-
-
-class Leaky(nn.Module):
-    latest: Tensor | None = None
-
-    def forward(self, x: Tensor, given: list[Tensor]) -> Tensor:
-        given.append(x)
-        CACHE["x"] = x + 1
-        Leaky.latest = x * 2
-        return x @ mask(len(x)) + rotation(len(x))[0]
-
-
-@pytest.mark.usefixtures("whole_heap")
-def test_no_fake_tensor_remains_in_caches_globals_classes_or_inputs() -> None:
-    given: list[Tensor] = []
-
-    assert summary(Leaky(), torch.ones(3, 3), given).run == "fake"
-
-    assert (given, CACHE, Leaky.latest) == ([], {}, None)
-    assert [type(t) for t in (mask(3), *rotation(3))] == [Tensor] * 3
-
-
 def test_inputs_that_autograd_made_and_caches_of_any_class_are_copied() -> None:
     class Store:
         def __init__(self) -> None:
@@ -483,15 +288,8 @@ def test_inputs_that_autograd_made_and_caches_of_any_class_are_copied() -> None:
     store = Store()
     x = torch.ones(2, requires_grad=True) * 3
 
-    assert summary(Keeps(), x, store).run == "fake"
+    assert summary(Keeps(), x, store).run == "real"
     assert store.seen == []
-
-
-def test_layers_built_on_the_first_call_are_rows_with_calls() -> None:
-    e = entry("built_on_first_call")
-    s = summary(e.build(), *e.args())
-
-    assert [r.calls for r in s if r.leaf] == [1, 1]
 
 
 def test_the_callers_grad_mode_does_not_matter() -> None:
@@ -530,23 +328,22 @@ def test_a_model_on_meta_takes_inputs_from_the_cpu_or_meta() -> None:
     with torch.device("meta"):
         net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
 
-    assert summary(net, (3, 8, 8)).run == "fake"
-    assert summary(net, torch.ones(2, 3, 8, 8, device="meta")).run == "fake"
+    assert summary(net, (3, 8, 8)).run == "meta"
+    assert summary(net, torch.ones(2, 3, 8, 8, device="meta")).run == "meta"
 
 
 @pytest.mark.parametrize(
-    ("wrap", "name"),
+    "wrap",
     [
-        (nn.DataParallel, "DataParallel"),
-        (lambda m: torch.compile(m, backend="eager"), "OptimizedModule"),
-        (torch.optim.swa_utils.AveragedModel, "AveragedModel"),
+        nn.DataParallel,
+        lambda m: torch.compile(m, backend="eager"),
+        torch.optim.swa_utils.AveragedModel,
     ],
 )
-def test_wrappers_are_removed_and_named(wrap: Callable[..., Any], name: str) -> None:
+def test_wrappers_are_taken_off(wrap: Callable[..., Any]) -> None:
     s = summary(wrap(Net()), ids())
 
     assert s.rows[0].type == "Net"
-    assert f"Seen without its wrapper: {name}" in str(s)
     assert s["emb"].calls == 1
 
 
@@ -570,7 +367,7 @@ def test_compiled_parts_are_seen_whole_and_nothing_is_compiled() -> None:
 
     s = summary(Parts(), torch.ones(2, 4))
 
-    assert (s.macs, s.run, compiled) == (2 * 2 * 4 * 4 + 2 * 4 * 2, "fake", [])
+    assert (s.macs, s.run, compiled) == (2 * 2 * 4 * 4 + 2 * 4 * 2, "real", [])
 
 
 def test_flex_attention_is_counted_and_runs_on_as_before() -> None:
@@ -628,7 +425,7 @@ def test_a_failing_layer_is_named_with_what_it_got_under_the_models_own_error() 
 
     note = e.value.__notes__[-1]
     assert "0      Linear      2×8         40  ✓" in note
-    assert "✗ got 2×8, is Linear(in_features=9, out_features=4, bias=True)" in note
+    assert "got 2×8, is Linear(in_features=9, out_features=4, bias=True)" in note
     assert n_hooks(net) == 0
 
 
@@ -650,7 +447,7 @@ def test_an_error_outside_every_layer_marks_the_model() -> None:
 def test_an_error_the_model_catches_is_not_reported() -> None:
     e = entry("swallows_exceptions")
 
-    assert summary(e.build(), *e.args()).error == ""
+    assert summary(e.build(), *e.args()).failed == ()
 
 
 @pytest.mark.parametrize(
@@ -660,18 +457,9 @@ def test_an_error_the_model_catches_is_not_reported() -> None:
         (lambda: summary("net"), ArgumentError, "expected an nn.Module, found the string"),
         (lambda: summary(Net(), ids(), opt=3), ArgumentError, "optimizer, found an int. Give"),
         (lambda: summary(Net(), ids(), depth=-1), OptionError, "depth=-1): Give a whole number"),
-        (lambda: summary(Net(), ids(), columns=["mac"]), OptionError,
-         'no column "mac". Did you mean "macs"'),
-        (lambda: summary(Net(), ids(), dpeth=2), OptionError,
-         '"dpeth" is neither an option of summary nor an input of Net.forward. Did you mean "dep'),
-        (lambda: summary(Net(), input_size=(1, 8)), OptionError,
-         'an input of Net.forward. Give inputs, or the size of one image: summary(model, x), '),
-        (lambda: summary(Net(), input_data=ids()), OptionError,
-         "Net.forward. Give the inputs as the model takes them: summary(model, x)"),
-        (lambda: summary(Net(), ids(), col_names=["kernel_size"]), OptionError,
-         'Net.forward. Name the columns: columns=("output", '),
-        (lambda: summary(Net(), ids()).html(by="x"), OptionError,
-         "bars show the share of params, macs"),
+        (lambda: summary(Net(), ids(), columns=["mac"]), OptionError, 'no column "mac". There are'),
+        (lambda: summary(Net(), ids(), dpeth=2), TypeError, "argument 'dpeth'"),
+        (lambda: summary(Net(), ids()).text(columns=["x"]), OptionError, 'no column "x"'),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_errors_before_anything_runs(
@@ -701,18 +489,6 @@ def test_parameters_in_no_group_are_a_warning() -> None:
     assert warning == "2 trainable parameters are in no optimizer group: pos, head.weight"
 
 
-def test_tied_weights_in_two_groups_are_a_warning() -> None:
-    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    net[1].weight = nn.Parameter(net[0].weight.data)  # one memory, two parameters
-    opt = torch.optim.SGD(
-        [{"params": [net[0].weight]}, {"params": [net[1].weight], "lr": 1.0}], 0.1
-    )
-
-    (warning,) = summary(net, torch.ones(1, 2), opt=opt).warnings
-
-    assert "tied weights in two optimizer groups: 1.weight is in group 0 and in group 1" in warning
-
-
 def test_batchnorm_in_evaluation_in_a_model_that_trains_is_a_warning() -> None:
     net = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
     net[1].eval()
@@ -723,71 +499,54 @@ def test_batchnorm_in_evaluation_in_a_model_that_trains_is_a_warning() -> None:
     assert summary(net.eval(), torch.ones(2, 1, 3, 3)).warnings == ()
 
 
-def test_mixed_dtypes_are_a_warning() -> None:
+def test_a_layer_of_another_dtype_than_most_is_marked() -> None:
     e = entry("mixed_dtypes")
 
-    (warning,) = summary(e.build(), *e.args()).warnings
+    _, *lines = summary(e.build(), *e.args()).text(width=100).splitlines()
 
-    assert warning == "parameters of mixed dtypes bfloat16, float32; bfloat16: lo.weight, lo.bias"
+    marked = [line.split()[0] for line in lines if line.endswith("float32")]
+    assert marked == ["norm", "hi"]
 
 
 # drawing
 
 
-GOLDEN = {
-    "mlp": (lambda: entry("mlp").build(), lambda: entry("mlp").args(), {}),
-    "resnet": (lambda: entry("resnetish").build(), lambda: entry("resnetish").args(), {}),
-    "gpt": (lambda: entry("gpt_like").build(), lambda: entry("gpt_like").args(), {}),
-    "vit_bare": (
-        lambda: entry("bare_params_vit").build(),
-        lambda: entry("bare_params_vit").args(),
-        {},
-    ),
-    "tied": (Net, lambda: (ids(),), {}),
-    "unfolded": (Net, lambda: (ids(),), {"fold": False}),
-    "shallow": (Net, lambda: (ids(),), {"depth": 1}),
-    "lstm": (lambda: entry("lstm_tuple").build(), lambda: entry("lstm_tuple").args(), {}),
-    "frozen": (lambda: entry("frozen_part").build(), lambda: entry("frozen_part").args(), {}),
-    "unused": (lambda: entry("unused_heads").build(), lambda: entry("unused_heads").args(), {}),
-    "cjk": (lambda: entry("cjk_emoji_names").build(), lambda: entry("cjk_emoji_names").args(), {}),
-    "data_dependent": (lambda: entry("moe_top1").build(), lambda: entry("moe_top1").args(), {}),
-    "no_input": (Net, lambda: (), {}),
-    "columns": (Net, lambda: (ids(),), {"columns": ("type", "input", "calls", "percent", "bytes")}),
+OF_THE_ZOO = {
+    "mlp": "mlp",
+    "resnet": "resnetish",
+    "gpt": "gpt_like",
+    "vit_bare": "bare_params_vit",
+    "lstm": "lstm_tuple",
+    "frozen": "frozen_part",
+    "unused": "unused_heads",
+    "data_dependent": "moe_top1",
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tied": {},
+    "unfolded": {"fold": False},
+    "shallow": {"depth": 1},
+    "columns": {"columns": ("type", "input", "calls", "params", "bytes")},
 }
 
 
 def drawn(name: str) -> Summary:
-    build, args, options = GOLDEN[name]
     torch.manual_seed(0)
-    return summary(build(), *args(), **options)
+    if name in OF_THE_ZOO:
+        e = entry(OF_THE_ZOO[name])
+        return summary(e.build(), *e.args())
+    return summary(Net()) if name == "no_input" else summary(Net(), ids(), **OPTIONS[name])
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", [*OF_THE_ZOO, *OPTIONS, "no_input"])
 def test_texts_are_as_they_were_looked_at(name: str, golden: Callable[[str, str], None]) -> None:
     golden(f"summary_{name}.txt", drawn(name).text(width=100))
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", ["gpt", "unused"])
 def test_html_is_as_it_was_looked_at(name: str, golden: Callable[[str, str], None]) -> None:
     html = drawn(name).html().partition("</style>")[2]
     html = html.replace(", bias=True", "")  # in a LayerNorm's words since torch 2.13
     golden(f"summary_{name}.html", html.replace("<", "\n<").strip())
-
-
-@pytest.mark.parametrize("n", [40, 60, 80, 120])
-@pytest.mark.parametrize("name", ["cjk", "gpt", "lstm", "data_dependent", "unused"])
-def test_tables_keep_to_the_width_in_true_columns(name: str, n: int) -> None:
-    lines = drawn(name).text(width=n).split("\n")
-
-    assert [line for line in lines if width(line) > n] == []
-
-
-def test_a_narrow_heading_has_what_came_out_on_a_line_of_its_own() -> None:
-    s = drawn("data_dependent")
-
-    assert s.text(width=100).splitlines()[0] == f"{s.rows[0].type}   {s.inputs} → {s.output}"
-    narrow = s.text(width=30).splitlines()
-    assert narrow[:2] == [f"{s.rows[0].type}   {s.inputs}", f"  → {s.output}"]
 
 
 def test_a_warning_is_broken_between_words() -> None:
@@ -798,37 +557,6 @@ def test_a_warning_is_broken_between_words() -> None:
 
     assert " ".join(lines[first:]) == "⚠ " + " ⚠ ".join(s.warnings)
     assert len(lines) > first + len(s.warnings)
-
-
-def test_columns_that_do_not_fit_are_named() -> None:
-    text = drawn("gpt").text(width=40)
-
-    assert "Not shown in 40 columns: " in text
-    assert "MACs" not in text.splitlines()[1]
-
-
-def test_names_are_shortened_last() -> None:
-    class ConditionalDetrAttention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.self_attention = nn.Sequential()
-            self.self_attention.add_module("query_proj", nn.Linear(300, 5000))
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"last_hidden_state": self.self_attention(x), "pooled_output": x}
-
-    net = nn.Sequential(ConditionalDetrAttention())
-    text = summary(net, torch.ones(2, 3, 300)).text(width=66)
-
-    rows = [row for row in text.split("─\n")[1].splitlines()[:-1] if row[:14].strip()]
-    assert [row.split()[0] for row in rows] == ["0", "self_attention", "query_proj"]
-    assert rows[0].split()[1] == "Condition…"
-
-
-def test_long_notes_get_a_line_of_their_own() -> None:
-    lines = summary(Net(), ids()).text(width=62).splitlines()
-
-    assert any(line.strip() == "↳ tied → emb.weight" for line in lines)
 
 
 def test_the_width_is_the_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -861,51 +589,13 @@ def test_names_that_say_something_are_not_folded() -> None:
     assert labels == ["q", "k", "v", "conv1..conv3"]
 
 
-def test_html_opens_what_failed_and_escapes_names() -> None:
+def test_html_escapes_names() -> None:
     net = nn.Sequential()
     net.add_module("<b>&", nn.Linear(2, 2))
     html = summary(net, torch.ones(1, 2)).html()
 
     assert "<b>&" not in html.partition("</style>")[2].replace("<b>Sequential</b>", "")
     assert "&lt;b&gt;&amp;" in html
-
-
-# comparison
-
-
-def test_equal_models_have_no_difference() -> None:
-    d = summary(Net(), ids()).diff(summary(Net(), ids()))
-
-    assert not d
-    assert str(d) == "no difference"
-
-
-def test_freezing_shows_as_frozen() -> None:
-    net = Net(1)
-    before = summary(net, ids())
-    net.blocks.requires_grad_(False)
-
-    d = before.diff(summary(net, ids()))
-
-    assert [c.name for c in d.changes if c.facts[0][0] == "trainable"] == [
-        *("blocks.0.norm", "blocks.0.fc.0", "blocks.0.fc.1")
-    ]
-    assert "blocks.0.fc.0  Linear     trainable ✓ → frozen" in str(d)
-    assert "trainable 768 → 200 (−74.0%)" in str(d)
-
-
-def test_surgery_and_another_batch_show_by_name() -> None:
-    a, b = Net(1), Net(2)
-    b.head = nn.Linear(8, 3)
-
-    d = summary(a, ids()).diff(summary(b, torch.zeros(4, 5, dtype=torch.long)))
-    text = str(d)
-
-    assert "+  blocks.1.fc.1" in text
-    assert "params 0 → 27" in text
-    assert "outputs 2×5×20 → 4×5×3" in text
-    assert "−" in str(summary(b, ids()).diff(summary(a, ids())))
-    assert len(d) == len(d.changes)
 
 
 # elsewhere
@@ -936,12 +626,14 @@ def test_hugging_face_models_from_config(kind: str) -> None:
     s = summary(net, **given)
 
     assert s.n_params == sum(p.numel() for p in net.parameters())
-    assert (s.run, s.macs, s.uncounted) == ("fake", macs, {})
-    assert any(r.tied for r in s) == (kind != "bert")
+    assert (s.run, s.macs, s.uncounted) == ("real", macs, {})
+    assert any("tied" in note for r in s for note in r.notes) == (kind != "bert")
 
 
-def test_a_model_on_cuda_allocates_nothing_and_keeps_its_random_state(cuda: torch.device) -> None:
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout()).to(cuda)
+def test_a_large_model_on_cuda_allocates_little_and_keeps_its_random_state(
+    cuda: torch.device,
+) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), *(nn.Dropout() for _ in range(200))).to(cuda)
     x = torch.randn(64, 3, 128, 128, device=cuda)
     state, memory = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -951,5 +643,4 @@ def test_a_model_on_cuda_allocates_nothing_and_keeps_its_random_state(cuda: torc
     assert (s.run, s["0"].calls) == ("fake", 1)
     assert torch.equal(state, torch.cuda.get_rng_state())
     assert torch.cuda.memory_allocated() == memory
-    # The first fake tensor on a device makes one real element there: torch starts the device by it.
-    assert torch.cuda.max_memory_allocated() - memory <= 512
+    assert torch.cuda.max_memory_allocated() - memory <= 1.5 * tracing.MAX_SAVED_BYTES

@@ -20,7 +20,7 @@ def net() -> nn.Sequential:
 
 def facts(s: Summary) -> str:
     names = [(r.name, r.type, r.n_params) for r in s]
-    return repr((s.run, s.wrappers, s.n_params, s.n_trainable, s.macs, names))
+    return repr((s.run, s.n_params, s.n_trainable, s.macs, names))
 
 
 def work(rank: int, folder: Path) -> None:
@@ -35,6 +35,10 @@ def work(rank: int, folder: Path) -> None:
             with pytest.raises(ArgumentError, match=r"is sharded by FSDP \(FSDP.*before fully_sh"):
                 summary(model, x)
         assert summary(sharded).n_params == 58
+        waits = nn.SyncBatchNorm(4)
+        with pytest.raises(ArgumentError, match=r"SyncBatchNorm in training mode.*model.eval"):
+            summary(waits, x)
+        assert summary(waits.eval(), x).run == "real"
     dist.barrier()
     sharded(torch.ones(2, 4)).sum().backward()  # still works on all ranks
 
@@ -45,5 +49,5 @@ def test_ddp_is_taken_off_and_fsdp_refused_by_one_rank_alone(tmp_path: Path) -> 
 
     plain = summary(net(), torch.ones(2, 4))
     names = [(r.name, r.type, r.n_params) for r in plain]
-    expected = ("fake", ("DistributedDataParallel",), 58, 58, plain.macs, names)
+    expected = ("real", 58, 58, plain.macs, names)
     assert (tmp_path / "seen").read_text() == repr(expected)

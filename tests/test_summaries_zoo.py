@@ -13,14 +13,29 @@ from zoo import ZOO, Entry, entry
 from hookkit.modelinfo import total_params
 from hookkit.nested import leaves
 from hookkit.summaries import Summary, summary
-from hookkit.summaries.lines import lines
+from hookkit.summaries.drawing import tree, walk
 from hookkit.summaries.rows import NUMBERS
-from hookkit.summaries.text import shows_itself
+
+# What models of the zoo warn of in a real run.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:LSTM with projections"),
+    pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad"),
+]
 
 RUNS = [e for e in ZOO if "raises" not in e.tags]
 
 # Work beside the layer's own product: one power iteration and the norm, as matrix-vector products.
 EXTRA_MACS = {"spectral_norm": 3 * 6 * 8 + 6}
+# What has no formula is listed, not guessed.
+UNCOUNTED = {
+    "complex": ["aten::_fft_r2c"],
+    "orthogonal": ["aten::linalg_matrix_exp"],
+    "sparse_input": ["aten::_sparse_addmm"],
+    "sparse_param": ["aten::_sparse_addmm"],
+    "quantised_dynamic": ["quantized::linear_dynamic"],
+}
+EXTRA_MACS |= {"sparse_input": -12, "sparse_param": -16, "quantised_dynamic": -160}
+PARAMS = {"built_on_first_call": (20, 20)}  # its second layer is none before its first call
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -70,9 +85,10 @@ def made(e: Entry) -> Summary:
 def test_totals_are_the_hand_derived_ones(e: Entry) -> None:
     s = made(e)
 
-    assert (s.n_params, s.n_trainable) == (e.n_params, e.n_trainable)
+    assert (s.n_params, s.n_trainable) == PARAMS.get(e.name, (e.n_params, e.n_trainable))
     if e.macs is not None:
         assert s.macs == e.macs + EXTRA_MACS.get(e.name, 0)
+    assert [*s.uncounted] == UNCOUNTED.get(e.name, [])
 
 
 @pytest.mark.parametrize("e", RUNS, ids=lambda e: e.name)
@@ -104,7 +120,7 @@ def test_columns_add_up_folded_or_not_at_any_depth(e: Entry) -> None:
         assert sum(getattr(r, n) for r in s) == getattr(s, n)
         for fold in (True, False):
             for depth in (None, 0, 1, 2):
-                drawn = lines(s.rows, fold=fold, depth=depth)
+                drawn = walk(tree(s.rows, fold=fold, depth=depth))
                 assert sum(getattr(x.shown, n) * x.times for x in drawn) == getattr(s, n)
 
 
@@ -114,24 +130,12 @@ def test_texts_keep_to_their_width_and_html_is_small(e: Entry) -> None:
 
     for n in (60, 100):
         table = s.text(width=n, fold=False).split("─\n")[:2]
-        assert all(
-            len(line.encode("utf-16-le")) // 2 <= n for part in table for line in part.split("\n")
-        )
+        assert all(len(line) <= n for part in table for line in part.split("\n"))
     style, _, drawn = s.html(fold=False).partition("</style>")
     assert "<script" not in drawn
     assert "http" not in style + drawn
     assert len(drawn.encode()) < 1000 * (len(s) + 3)
-
-
-@pytest.mark.parametrize("e", RUNS, ids=lambda e: e.name)
-@pytest.mark.parametrize("depth", [1, 2])
-def test_html_shows_the_rows_that_the_text_shows(e: Entry, depth: int) -> None:
-    s = made(e)
-
-    drawn = lines(s.rows, fold=False, depth=depth)
-    labels = s.html(fold=False, depth=depth).count('<span class="l"') - 1  # the heading
-
-    assert len(drawn) - labels == (not shows_itself(s) and len(drawn) > 1)
+    assert drawn.count('<span class="l"') == len(s) + 1  # and the heading
 
 
 @pytest.mark.parametrize("e", RUNS, ids=lambda e: e.name)

@@ -1,9 +1,6 @@
 """swap, Wrapper, Catcher, GramWrapper: other modules in, the originals back."""
 
 import copy
-import gc
-import pickle
-import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo import ZOO, Entry
 
-from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError, SelectionError
+from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
 from hookkit.modules import can_run, edges, walk
 from hookkit.nested import leaves
 from hookkit.swapping import Catcher, GramWrapper, Wrapper, swap
@@ -54,14 +51,6 @@ def test_a_replacement_runs_and_the_original_is_restored() -> None:
     torch.testing.assert_close(net[:2](x), net[0](x).relu())
 
 
-def test_a_factory_gets_the_original() -> None:
-    net = mlp()
-    old = net[3]
-
-    with swap(net, {"3": lambda m: nn.Sequential(m, nn.Softmax(1))}):
-        assert net[3][0] is old
-
-
 def test_selectors_match_several_modules_each_with_a_wrapper_of_its_own() -> None:
     net = mlp()
 
@@ -77,16 +66,6 @@ def test_places_are_as_before_also_after_errors() -> None:
 
     with pytest.raises(ZeroDivisionError), swap(net, {"**": Doubled}):
         _ = 1 / 0
-
-    assert places(net) == before
-
-
-def test_ctrl_c_restores_the_originals() -> None:
-    net = mlp()
-    before = places(net)
-
-    with pytest.raises(KeyboardInterrupt), swap(net, {"**": Doubled}):
-        raise KeyboardInterrupt
 
     assert places(net) == before
 
@@ -156,25 +135,6 @@ def test_two_replacements_of_a_shared_module_are_refused() -> None:
         pass
 
 
-def test_a_module_inside_a_replaced_module_is_replaced_too() -> None:
-    net = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
-
-    with swap(net, {"0": Catcher, "0.0": Catcher}) as new:
-        net(torch.randn(3, 2))
-
-    assert new["0"].n_calls == new["0.0"].n_calls == 1
-
-
-def test_swaps_nest() -> None:
-    net, x = mlp().eval(), torch.randn(5, 4)
-    plain = net(x)
-
-    with swap(net, {"3": Doubled}), swap(net, {"3": Doubled}):
-        torch.testing.assert_close(net(x), 4 * plain)
-
-    torch.testing.assert_close(net(x), plain)
-
-
 def test_made_modules_get_the_mode_of_the_original_and_given_ones_keep_theirs() -> None:
     net = mlp().train()
     net[3].eval()
@@ -217,16 +177,6 @@ def test_a_state_dict_loads_into_a_swapped_model() -> None:
     torch.testing.assert_close(net[3].weight, other[3].weight)
 
 
-def test_a_missing_and_a_wrong_key_are_still_errors() -> None:
-    net = mlp()
-    state = net.state_dict()
-    del state["3.weight"]
-    state["3.wight"] = torch.ones(1)
-
-    with swap(net, {"3": Doubled}), pytest.raises(RuntimeError, match=r"Missing key.*3.*weight"):
-        net.load_state_dict(state)
-
-
 def test_parameters_of_a_wrapper_add_keys_and_load() -> None:
     net = mlp()
 
@@ -240,16 +190,6 @@ def test_parameters_of_a_wrapper_add_keys_and_load() -> None:
     assert set(state) - set(net.state_dict()) == {"3.scale", "3.down.weight"}
 
 
-def test_gradients_reach_the_wrapped_weights() -> None:
-    net = mlp()
-
-    with swap(net, {"3": Lora}) as new:
-        net(torch.randn(5, 4)).sum().backward()
-
-    assert net[3].weight.grad is not None
-    assert new["3"].scale.grad is not None
-
-
 def test_a_wrapper_has_the_attributes_of_what_it_wraps() -> None:
     wrapper = Doubled(nn.Linear(4, 3))
 
@@ -257,26 +197,6 @@ def test_a_wrapper_has_the_attributes_of_what_it_wraps() -> None:
     assert wrapper.weight is wrapper.wrapped.weight
     with pytest.raises(AttributeError, match="no attribute 'nope'"):
         wrapper.nope  # noqa: B018
-
-
-def test_attention_reads_the_weights_of_a_wrapped_projection() -> None:
-    attn = nn.MultiheadAttention(4, 2, batch_first=True)
-    x = torch.randn(2, 3, 4)
-    plain = attn(x, x, x)[0]
-
-    with swap(attn, {"out_proj": Wrapper}):
-        torch.testing.assert_close(attn(x, x, x)[0], plain)
-
-
-def test_wrappers_copy_and_pickle() -> None:
-    caught = Catcher(nn.Linear(2, 2))
-    caught(torch.ones(1, 2))
-
-    for twin in (copy.deepcopy(caught), pickle.loads(pickle.dumps(caught))):
-        assert twin.n_calls == 1
-        assert twin.wrapped is not caught.wrapped
-        twin(torch.ones(1, 2))
-    assert caught.n_calls == 1
 
 
 # --- Catcher
@@ -311,37 +231,14 @@ def test_a_catcher_stores_snapshots() -> None:
     assert not new["0"].calls[0].output.requires_grad
 
 
-def test_a_catcher_can_store_live_tensors_and_the_last_call_only() -> None:
+def test_a_catcher_can_store_live_tensors() -> None:
     net = nn.Sequential(nn.Linear(2, 2))
 
-    with swap(net, {"0": lambda m: Catcher(m, detach=False, keep="last")}) as new:
-        net(torch.ones(1, 2))
+    with swap(net, {"0": lambda m: Catcher(m, detach=False)}) as new:
         y = net(torch.ones(1, 2))
 
-    assert new["0"].n_calls == 1
     assert new["0"].calls[0].output is y
-
-
-def test_a_call_reads_by_its_shapes() -> None:
-    caught = Catcher(nn.Linear(2, 3))
-
-    caught(input=torch.ones(4, 2))
-
-    assert repr(caught.calls) == "[Call((input=4×2) → 4×3)]"
-
-
-def test_a_catcher_under_vmap_keeps_the_values_of_all() -> None:
-    net, x = nn.Sequential(nn.Linear(2, 3)), torch.randn(4, 2)
-
-    with swap(net, {"0": Catcher}) as new:
-        y = torch.func.vmap(net)(x)
-
-    torch.testing.assert_close(new["0"].calls[0].output, y.detach())
-
-
-def test_a_catcher_with_an_unknown_option() -> None:
-    with pytest.raises(OptionError, match=r"keep='first'.*give one of"):
-        Catcher(nn.ReLU(), keep="first")
+    assert repr(new["0"].calls) == "[Call((1×2) → 1×2)]"
 
 
 class Checkpointed(nn.Module):
@@ -382,52 +279,12 @@ def test_gram_is_the_sum_of_outer_products_over_batches() -> None:
     assert new["3"].gram.shape == (3, 3)
 
 
-def test_gram_flattens_leading_dimensions_and_sums_in_its_dtype() -> None:
-    wrapper = GramWrapper(nn.Linear(3, 2, dtype=torch.bfloat16), dtype=torch.float64)
-    x = torch.randn(2, 5, 3, dtype=torch.bfloat16)
-
-    wrapper(input=x)
-
-    rows = x.double().reshape(-1, 3)
-    torch.testing.assert_close(wrapper.gram, rows.T @ rows)
-
-
-def test_gram_goes_on_after_inference_mode() -> None:
-    wrapper = GramWrapper(nn.Linear(3, 2))
-    with torch.inference_mode():
-        wrapper(torch.ones(2, 3))
-
-    wrapper(torch.ones(2, 3))
-
-    assert wrapper.n_rows == 4
-
-
-def test_gram_is_not_part_of_the_state() -> None:
-    wrapper = GramWrapper(nn.Linear(3, 2))
-    wrapper(torch.ones(2, 3))
-
-    assert list(wrapper.state_dict()) == ["weight", "bias"]
-
-
 def test_gram_of_a_convolution_is_refused() -> None:
     with pytest.raises(OptionError, match=r"a Conv2d has its channels in another. Derive"):
         GramWrapper(nn.Conv2d(1, 1, 3))
 
 
 # --- what cannot be swapped
-
-
-def test_an_unknown_name() -> None:
-    with (
-        pytest.raises(SelectionError, match='no module matches "fc"'),
-        swap(mlp(), {"fc": Catcher}),
-    ):
-        pass
-
-
-def test_replacements_that_are_no_dict_are_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"needs a dict .* found str"), swap(mlp(), "0"):  # type: ignore[arg-type]
-        pass
 
 
 def test_a_replacement_that_is_no_module() -> None:
@@ -438,21 +295,6 @@ def test_a_replacement_that_is_no_module() -> None:
         swap(mlp(), {"0": lambda m: None}),  # type: ignore[arg-type, return-value]
     ):
         pass
-
-
-@pytest.mark.parametrize("kind", [Wrapper, Catcher, GramWrapper, Doubled])
-@pytest.mark.parametrize(
-    ("wrong", "found"),
-    [
-        ("fc", 'the string "fc"'),
-        (None, "None"),
-        ([nn.ReLU()], "a list"),
-        (nn.ReLU, r"the class ReLU\. Call the class: ReLU\(…\)"),
-    ],
-)
-def test_a_wrapper_of_what_is_no_module_is_refused(kind: Any, wrong: Any, found: str) -> None:
-    with pytest.raises(ArgumentError, match=rf"{kind.__name__}: expected .*, found {found}"):
-        kind(wrong)
 
 
 @pytest.mark.parametrize("layer", [nn.ReLU, nn.GELU, nn.Tanh, nn.Linear])
@@ -470,46 +312,10 @@ def test_a_class_of_torchs_layers_is_refused_with_what_to_write(layer: Any) -> N
     assert net[0] is first
 
 
-def test_a_class_of_torch_that_takes_a_module_is_made_from_the_original() -> None:
-    net = mlp()
-
-    with swap(net, {"0": nn.Sequential, "3": nn.Identity}) as new:
-        assert isinstance(new["3"], nn.Identity)
-        assert list(new["0"].children()) == [net[0][0]]
-
-
-def test_an_error_in_a_function_that_makes_a_replacement_says_where() -> None:
-    with (
-        pytest.raises(ZeroDivisionError) as e,
-        swap(mlp(), {"0": lambda old: 1 / 0}),  # type: ignore[arg-type, return-value]
-    ):
-        pass
-
-    assert e.value.__notes__ == ['hookkit: raised in swap by the replacement of "0" (Linear)']
-
-
 def test_the_root_cannot_be_swapped() -> None:
     with (
         pytest.raises(HookError, match="the model itself has no place"),
         swap(mlp(), {"": Catcher}),
-    ):
-        pass
-
-
-def test_two_selectors_for_one_module() -> None:
-    with (
-        pytest.raises(OptionError, match=r'two entries match "3", .*Linear'),
-        swap(mlp(), {"3": Catcher, nn.Linear: Doubled}),
-    ):
-        pass
-
-
-def test_a_container_that_never_runs_is_not_wrapped() -> None:
-    net = nn.ModuleDict({"blocks": nn.ModuleList([nn.ReLU()])})
-
-    with (
-        pytest.raises(HookError, match=r'"blocks" is a ModuleList, which the model never calls'),
-        swap(net, {"blocks": Catcher}),
     ):
         pass
 
@@ -537,16 +343,6 @@ def test_a_module_that_other_code_put_there_is_kept_and_reported() -> None:
     assert net[1] is relu
 
 
-def test_it_is_a_note_when_the_block_itself_failed() -> None:
-    net = mlp()
-
-    with pytest.raises(ZeroDivisionError) as caught, swap(net, {"0": Doubled}):  # noqa: PT012
-        net[0] = nn.Tanh()
-        _ = 1 / 0
-
-    assert "another module in the place of" in caught.value.__notes__[0]
-
-
 def test_a_catcher_that_was_never_called_warns() -> None:
     net = nn.ModuleDict({"a": nn.ReLU(), "b": nn.ReLU()})
 
@@ -570,32 +366,6 @@ def test_a_compiled_model_runs_the_replacement_and_then_itself_again() -> None:
         torch.testing.assert_close(compiled(x), 2 * plain)
 
     torch.testing.assert_close(compiled(x), plain)
-
-
-def test_a_compiled_submodule_is_replaced_as_a_whole() -> None:
-    net, x = mlp().eval(), torch.randn(5, 4)
-    plain = net(x)
-    net[3] = torch.compile(net[3], backend="eager")
-    compiled = net[3]
-
-    with swap(net, {"3": Doubled}) as new:
-        torch.testing.assert_close(net(x), 2 * plain)
-        assert new["3"].wrapped is compiled
-
-    assert net[3] is compiled
-
-
-def test_nothing_keeps_the_model_alive() -> None:
-    net = mlp()
-    with swap(net, {"1": nn.Tanh()}) as new:
-        pass
-    gone = weakref.ref(net)
-
-    del net
-    gc.collect()
-
-    assert gone() is None
-    assert new
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -624,37 +394,17 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def test_a_catcher_leaves_memory_shared_with_numpy_shared() -> None:
-    class Gives(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("b", torch.zeros(3))
+def test_parts_of_a_transformer_layer_are_called_where_its_fused_path_would_read_them() -> None:
+    class Zero(Wrapper):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return 0 * self.wrapped(*args, **kwargs)
 
-        def forward(self, x: torch.Tensor, more: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-            return x, more[0], self.b
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.randn(2, 3, 8)
+    with swap(encoder, {"linear2": Zero}):
+        wanted = encoder(x).detach()
 
-    net = nn.ModuleDict({"g": Gives()})
-    x, y, b = torch.ones(3), torch.ones(3), net["g"].b
-    arrays = [t.numpy() for t in (x, y, b)]
-
-    with swap(net, {"g": Catcher}) as caught:
-        net["g"](x, more=[y])
-    for t in (x, y, b):
-        t.add_(5)
-
-    assert [array[0] for array in arrays] == [6, 6, 5]
-    call = caught["g"].calls[0]
-    assert [t[0].item() for t in (*call.output, call.inputs[0])] == [1, 1, 0, 1]
-
-
-def test_a_catcher_of_live_tensors_keeps_what_a_container_held() -> None:
-    class Gives(nn.Module):
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"h": x * 2}
-
-    net = nn.ModuleDict({"g": Gives()})
-
-    with swap(net, {"g": lambda m: Catcher(m, detach=False)}) as caught:
-        h = net["g"](torch.ones(3)).pop("h")
-
-    assert caught["g"].calls[0].output["h"] is h
+    with torch.no_grad(), swap(encoder, {"linear2": Zero}):
+        torch.testing.assert_close(encoder(x), wanted)
+    with torch.no_grad():
+        assert not torch.allclose(encoder(x), wanted)

@@ -6,7 +6,7 @@ from hooked import n_hooks
 from test_watching import BATCH, CLOSE, OPEN, Log, batches, net, sgd, train
 from torch import nn
 
-from hookkit.errors import CompiledWarning, NeverFiredWarning
+from hookkit.errors import CompiledWarning
 from hookkit.stats import ActivationStats, GradientStats
 from hookkit.watching import watch
 
@@ -120,34 +120,6 @@ def test_the_layers_of_a_compiled_model_are_recorded_also_if_it_ran_before(make,
     assert n_hooks(inner, opt) == 0
 
 
-def test_gradients_of_a_second_model_that_is_compiled_in_place():
-    def compiled_in_place() -> nn.Module:
-        torch.manual_seed(0)
-        made = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        made.compile(backend="aot_eager")
-        return made
-
-    first, second, grads = compiled_in_place(), compiled_in_place(), GradientStats()
-    train(first, sgd(first), 2)
-    with watch(second, opt := sgd(second), grads):
-        train(second, opt, 4)
-
-    assert len(grads.record()) == 4
-
-
-def test_a_model_compiled_in_place_that_fails_is_cancelled():
-    model, log = Net(), Log()
-    model.compile(backend="eager")
-    opt = sgd(model)
-
-    with watch(model, opt, log):
-        with pytest.raises(Exception, match=r"shape|size|mat1"):
-            model(torch.ones(2, 3))
-        train(model, opt, 1)
-
-    assert log.events == [*OPEN, "before_batch", "after_cancel_batch", *BATCH, *CLOSE]
-
-
 def test_compiling_the_whole_of_which_only_the_inside_was_given_is_reported():
     inner = Net()
     opt = sgd(inner)
@@ -192,17 +164,3 @@ def test_a_compiled_train_step_is_seen_with_marks():
 
     step = ["before_batch", "before_step", "after_step", "after_batch"]
     assert log.events == OPEN + step * 3 + CLOSE
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_a_compiled_optimizer_step_is_reported():
-    model = Net()
-    opt = sgd(model)
-    step = torch.compile(opt.step, backend="eager")
-
-    w = watch(model, opt).start()
-    model(batches()[0]).sum().backward()
-    step()
-
-    with pytest.warns(NeverFiredWarning, match="its step is compiled"):
-        w.stop()

@@ -1,8 +1,7 @@
 """Trainings of the kinds that people run, healthy and failing, written without knowing the rules.
 
-    trials.py       Trial, `healthy`, `failing`, and what a training function gets
+    trials.py   Trial, `healthy`, `failing`, and what a training function gets
+    data.py     data of several
 
-Each of the other files holds the trainings of one subject; `fresh_…`, `last_…`, `fifth_…` and
-`sixth_…` are the parts that were written when the rules were done. `benchmarks/verdicts.py` runs
-them.
+Each of the other files holds the trainings of one subject. `benchmarks/diagnosis.py` runs them.
 """

@@ -17,11 +17,6 @@ A function trains as its author would at home, calls `watch(model, opt)` where a
 `hookkit.watch`, and returns a number that says how good the result is; that of a failing training
 can be compared with that of the healthy one beside it. `fit` is the loop of those that have no
 loop of their own, `update` the step of most others.
-
-Files called `fresh_…` are the third part: written after the rules had been judged by the two
-halves, and judged when the rules are next. Files called `last_…` are the fourth, of the same kind:
-their author had read neither the rules' code nor what was found in the other parts. Nor had those
-of `fifth_…` and `sixth_…`, each judged once before a rule was changed.
 """
 
 from __future__ import annotations
@@ -30,7 +25,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from zlib import crc32
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,9 +33,6 @@ from hookkit.records import Run
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.watching import Watcher
 from hookkit.watching import watch as hookkit_watch
-
-LATER = "fresh", "last", "fifth", "sixth"
-"""The parts that were written when the rules were done; their files' names begin with them."""
 
 Watch = Callable[..., AbstractContextManager[Watcher]]
 Train = Callable[[Watch], float]
@@ -66,15 +57,6 @@ class Trial:
     @property
     def name(self) -> str:
         return self.train.__name__
-
-    @property
-    def part(self) -> str:
-        """A name of `LATER`, or a half: "tune", or "held", which is unseen while rules are made."""
-        file = self.train.__module__.rpartition(".")[2]
-        for part in LATER:
-            if file.startswith(f"{part}_"):
-                return part
-        return "held" if crc32(self.name.encode()) % 2 else "tune"
 
 
 TRIALS: dict[str, Trial] = {}

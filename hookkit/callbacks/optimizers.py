@@ -1,16 +1,15 @@
 """The torch optimizer inside a library's wrapper, and the GradScaler that scaled a step's loss.
 
-PyTorch keeps no list of GradScalers, nor has it hooks for them. A scaler is known for certain while
-it makes a step: its `step` is then the caller of the optimizer's. One that only unscales, before a
-step that others make, keeps a note of it. Before the first step all that can be known is which
-scalers exist.
+PyTorch keeps no list of GradScalers, nor has it hooks for them. A scaler is known while it makes a
+step: its `step` is then a caller of the optimizer's. One that only unscales, before a step that the
+loop makes itself, keeps a note of it.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch.amp import GradScaler
@@ -47,16 +46,7 @@ def stepping_scaler() -> Any:
     return None
 
 
-def live_scalers() -> list[Any]:
-    """Every enabled GradScaler of the process. Cost: reads all objects of the process, 50 ms."""
-    kinds = [GradScaler]
-    for kind in kinds:  # the list grows in the loop
-        kinds += kind.__subclasses__()
-    found = [x for x in gc.get_referrers(*kinds) if issubclass(type(x), GradScaler)]
-    return [x for x in found if x.is_enabled()]
-
-
-def unscaling(scalers: Sequence[Any]) -> Any:
+def unscaling(scalers: Iterable[Any]) -> Any:
     """Of `scalers` the first that has unscaled gradients since its last `update()`, or None.
 
     fastai's MixedPrecision makes the scaler step something else, and the optimizer after it.
@@ -65,3 +55,12 @@ def unscaling(scalers: Sequence[Any]) -> Any:
     # `update()` (since 1.6). Without it such a loop's gradients are recorded scaled, as if it had
     # no scaler.
     return next((s for s in scalers if getattr(s, "_per_optimizer_states", None)), None)
+
+
+def live_scalers() -> list[Any]:
+    """Every enabled GradScaler of the process. Cost: reads all objects of the process, 50 ms."""
+    kinds = [GradScaler]
+    for kind in kinds:  # the list grows in the loop
+        kinds += kind.__subclasses__()
+    scalers = [x for x in gc.get_referrers(*kinds) if issubclass(type(x), GradScaler)]
+    return [x for x in scalers if x.is_enabled()]

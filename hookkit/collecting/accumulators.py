@@ -1,7 +1,5 @@
 """Statistics of what a layer gives, in place of the data: `Mean`, `Covariance`, `TopK`.
 
-    acts/rank0/accumulators.pt    those of each layer, and how far they have come, if they are kept
-
 Each has `update(rows, ids)` and `merge(other)`, and so has an object of your own. Merging is exact,
 so it does not matter which process saw which rows.
 """
@@ -9,8 +7,6 @@ so it does not matter which process saw which rows.
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -19,12 +15,9 @@ from torch import Tensor
 from hookkit import ranks
 from hookkit.checks import check_number
 from hookkit.collecting.batches import WHO
-from hookkit.collecting.parts import Progress, damaged
-from hookkit.collecting.shards import Store
 from hookkit.errors import ArgumentError, OptionError
-from hookkit.files import atomic_write
 from hookkit.hooks.snapshot import snapshot
-from hookkit.nested import PLAIN, tmap
+from hookkit.nested import tmap
 
 
 class Mean:
@@ -32,7 +25,6 @@ class Mean:
 
     Attributes:
         n: how many rows there were.
-        mean: of the shape of a row, float64; None if there was no row.
 
     >>> m = Mean()
     >>> m.update(torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.arange(2))
@@ -42,26 +34,40 @@ class Mean:
 
     def __init__(self) -> None:
         self.n = 0
-        self.mean: Tensor | None = None
+        self._origin: Any = None  # a row near the others, so that sums stay small
+        self._sum: Any = None  # of the rows, less the origin
+
+    @property
+    def mean(self) -> Tensor | None:
+        """Of the shape of a row, float64; None if there was no row."""
+        return None if self._origin is None else self._origin + self._sum / self.n
 
     def update(self, rows: Tensor, ids: Tensor) -> None:
         """Takes rows (n, ...)."""
-        if len(rows):
-            self._add(len(rows), _exact(rows).mean(0))
+        if not len(rows):
+            return
+        x = (rows.cpu() if rows.device.type == "mps" else rows).to(torch.float64)  # mps has none
+        if self._origin is None:
+            self._origin = x.mean(0)
+            self._sum = torch.zeros_like(self._origin)
+        self._add(x - self._origin)
+
+    def _add(self, x: Tensor) -> None:
+        self.n += len(x)
+        self._sum += x.sum(0)
 
     def merge(self, other: Self) -> None:
         """Takes the rows of `other`."""
-        if other.mean is not None:
-            self._add(other.n, other.mean)
-
-    def _add(self, n: int, mean: Tensor) -> None:
-        """Takes `n` rows of this mean (Chan et al. 1983, eq. 2.1)."""
-        old = torch.zeros_like(mean) if self.mean is None else self.mean
-        self.n += n
-        self.mean = old + (mean - old) * (n / self.n)
+        if other._origin is None:
+            return
+        if self._origin is None:
+            vars(self).update(copy.deepcopy(vars(other)))
+            return
+        self.n += other.n
+        self._sum += other._sum + other.n * (other._origin - self._origin)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.n} rows{_of(self.mean)})"
+        return f"{type(self).__name__}({self.n} rows{_of(self._origin)})"
 
 
 class Covariance(Mean):
@@ -71,7 +77,6 @@ class Covariance(Mean):
 
     Attributes:
         n: how many rows there were.
-        mean: of the shape of a row, float64.
 
     >>> c = Covariance()
     >>> c.update(torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.arange(2))
@@ -80,32 +85,31 @@ class Covariance(Mean):
             [4., 8.]], dtype=torch.float64)
     """
 
-    _scatter: Tensor | None = None  # sum over rows of (x - mean)(x - mean)ᵀ
+    _products: Any = None  # sum over rows of (x - origin)(x - origin)ᵀ
 
     @property
     def cov(self) -> Tensor | None:
         """(d, d) float64, as `torch.cov` of the flattened rows; None for less than two rows."""
-        return None if self._scatter is None or self.n < 2 else self._scatter / (self.n - 1)
+        if self.n < 2:
+            return None
+        total = self._sum.flatten()
+        cov: Tensor = (self._products - total.outer(total) / self.n) / (self.n - 1)
+        return cov
 
-    def update(self, rows: Tensor, ids: Tensor) -> None:
-        """Takes rows (n, ...)."""
-        if len(rows):
-            x = _exact(rows)
-            mean = x.mean(0)
-            x = (x - mean).reshape(len(x), -1)
-            self._take(len(x), mean, x.T @ x)
+    def _add(self, x: Tensor) -> None:
+        super()._add(x)
+        x = x.reshape(len(x), -1)
+        if self._products is None:
+            self._products = x.new_zeros(x.shape[1], x.shape[1])
+        self._products.addmm_(x.T, x)  # in place: copies of d × d would cost as much again
 
     def merge(self, other: Self) -> None:
         """Takes the rows of `other`."""
-        if other.mean is not None and other._scatter is not None:
-            self._take(other.n, other.mean, other._scatter)
-
-    def _take(self, n: int, mean: Tensor, scatter: Tensor) -> None:
-        if self.mean is not None and self._scatter is not None:
-            gap = (mean - self.mean).flatten()
-            scatter = scatter + self._scatter + gap.outer(gap) * (n * self.n / (n + self.n))
-        self._scatter = scatter
-        self._add(n, mean)
+        if self._origin is not None and other._origin is not None:
+            total, gap = other._sum.flatten(), (other._origin - self._origin).flatten()
+            cross = total.outer(gap)
+            self._products += other._products + cross + cross.T + other.n * gap.outer(gap)
+        super().merge(other)
 
 
 class TopK:
@@ -159,85 +163,83 @@ class TopK:
         return f"TopK({self.k}{'' if self.values is None else _of(self.values[0])})"
 
 
-def _exact(rows: Tensor) -> Tensor:
-    """As float64, on the CPU where the device has none."""
-    return (rows.cpu() if rows.device.type == "mps" else rows).to(torch.float64)
-
-
 def _of(row: Any) -> str:
     return "" if row is None else f" of {'×'.join(map(str, row.shape)) or 'one number'}"
 
 
-class Accumulators(Store):
-    """A copy of `into` for each layer, kept in `folder` if there is one; see `Store`.
+class Accumulators:
+    """A copy of an accumulator for each layer; a store of rows, as `Files`.
 
-    After `every_bytes` of rows, or ten times as many as the accumulators have.
+    Args:
+        into: what is copied.
+        layers: their names.
+        with_ids: whether ids come with the batches, so that several processes may be given the
+            same samples. They then tell each other the ids of each batch, and each counts once.
+
+    Attributes:
+        counts: the numbers of rows `n`, `samples`, `batches` and `items`.
+
+    Raises:
+        ArgumentError: `into` is no accumulator.
     """
 
-    def __init__(
-        self, into: Any, folder: Path | None, settings: dict[str, Any], every_bytes: int
-    ) -> None:
+    def __init__(self, into: Any, layers: list[str], with_ids: bool) -> None:
         if isinstance(into, type) or not (hasattr(into, "update") and hasattr(into, "merge")):
             raise ArgumentError(
                 f"{WHO}(into={into!r}): give an accumulator, such as Mean() or TopK(10), or an "
                 "object with update(rows, ids) and merge(other)."
             )
-        self.into, self.found = into, dict[str, Any]()
-        plain = {k: v for k, v in getattr(into, "__dict__", {}).items() if type(v) in PLAIN}
-        settings = {**settings, "into": f"{type(into).__qualname__} {plain}"}
-        file = folder and folder / f"rank{settings['rank']}" / "accumulators.pt"
-        super().__init__(file, settings, every_bytes)
+        self.into, self.layers, self.each = into, layers, dict[int, Any]()
+        self.counts = dict.fromkeys(("n", "samples", "batches", "items"), 0)
+        self.shared = with_ids and ranks.is_distributed()
+        self.seen, self.all_done = set[int](), False
 
-    def _loaded(self, file: Path) -> Progress:
-        try:
-            kept = torch.load(file, weights_only=True)
-            for key, state in kept["accumulators"].items():
-                vars(self._of(key)).update(state)
-            return Progress(**kept["progress"])
-        except Exception as why:  # of many kinds
-            raise damaged(file, WHO, why) from why
+    def add(self, number: int, rows: Tensor, ids: Tensor) -> None:
+        """Takes the rows that a layer gave for this batch."""
+        if number not in self.each:
+            self.each[number] = copy.deepcopy(self.into)
+        self.each[number].update(snapshot(rows), ids)  # it may hold on to rows
 
-    def _of(self, key: str) -> Any:
-        if key not in self.found:
-            self.found[key] = copy.deepcopy(self.into)
-        return self.found[key]
+    def fresh(self, ids: Tensor | None) -> Tensor | None:
+        """Which of a batch's samples no process has had before: a mask, None for all.
 
-    def _put(self, key: str, rows: Tensor, ids: Tensor) -> None:
-        self._of(key).update(snapshot(rows), ids)  # it may hold on to rows
+        Args:
+            ids: of the samples; None if this process has no batch left. All call it equally often.
+        """
+        if not self.shared:
+            return None
+        with ranks.together("run collect to its end"):
+            everyone = ranks.gather_object(None if ids is None else ids.tolist())
+        new = list[bool]()
+        for rank, theirs in enumerate(everyone):
+            for i in theirs or ():
+                if rank == ranks.rank():
+                    new.append(i not in self.seen)
+                self.seen.add(i)
+        self.all_done = all(theirs is None for theirs in everyone)
+        return torch.tensor(new, dtype=torch.bool, device="cpu")
 
-    def _keep(self) -> None:
-        if self.file is None:
-            return
-        is_first = not self.file.exists()
-        try:
-            states = {key: vars(each) for key, each in self.found.items()}
-            with atomic_write(self.file) as file:
-                torch.save({"progress": asdict(self.progress), "accumulators": states}, file)
-            if is_first:
-                torch.load(self.file, weights_only=True)
-        except OSError:
-            raise
-        except Exception as why:
-            self.file.unlink(missing_ok=True)
-            raise OptionError(
-                f"{WHO}: what {type(self.into).__qualname__} has cannot be kept in a file that is "
-                f"safe to read ({type(why).__name__}). Give it numbers, texts, tensors, lists and "
-                "dicts alone, or leave to= out: it then starts anew after an interruption."
-            ) from why
-        self.every_bytes = max(self.every_bytes, 10 * self.file.stat().st_size)
+    def end_batch(self, ids: Tensor, n_samples: int, n_items: int) -> None:
+        """Counts a batch."""
+        self.counts["n"] += len(ids)
+        self.counts["samples"] += n_samples
+
+    def save(self, *, done: bool = False) -> None:
+        """Waits for the other processes, if it is done; nothing is kept."""
+        while done and self.shared and not self.all_done:
+            self.fresh(None)
 
     def result(self) -> dict[str, Any]:
         """Those of all processes by the layers' names, on the CPU; each of them has to call."""
-        found = {self.progress.name(key): self.found[key] for key in sorted(self.found)}
-        for each in found.values():
+        for each in self.each.values():
             for name, value in getattr(each, "__dict__", {}).items():
                 setattr(each, name, tmap(Tensor.cpu, value))
         with ranks.together("call collect"):
-            everyone = ranks.gather_object(found)
-        merged: dict[str, Any] = everyone[0]
-        for name, each in (pair for other in everyone[1:] for pair in other.items()):
-            if name in merged:
-                merged[name].merge(each)
+            everyone = ranks.gather_object(self.each)
+        merged: dict[int, Any] = {}
+        for number, each in (pair for other in everyone for pair in other.items()):
+            if number in merged:
+                merged[number].merge(each)
             else:
-                merged[name] = each
-        return merged
+                merged[number] = each
+        return {self.layers[number]: merged[number] for number in sorted(merged)}

@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hookkit.checks import check_number, check_path, shown
-from hookkit.collecting.parts import IDS, Progress, damaged, file_of, load
+from hookkit.collecting.files import IDS, mapped, read_index
 from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
 
 WHO = "Activations"
-Places = np.ndarray[Any, Any]
 
 
 class Activations(Mapping[str, "Layer"]):
@@ -49,20 +48,28 @@ class Activations(Mapping[str, "Layer"]):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path, self._maps = check_path(WHO, path), dict[tuple[int, str], Tensor]()
-        self._files = [*self.path.glob("rank*/progress.json")]
+        self.path = check_path(WHO, path)
+        self._files = [*self.path.glob("rank*/index.json")]
         if not self._files:
             raise OptionError(
                 f"{WHO}: {self.path} has no activations. Give a folder that collect wrote."
             )
 
     @cached_property
-    def _parts(self) -> list[Progress]:
-        """Of all processes, in order."""
-        parts = {part.settings["rank"]: part for part in (load(file, WHO) for file in self._files)}
-        n = max(part.settings["ranks"] for part in parts.values())
+    def _parts(self) -> list[dict[str, Any]]:
+        """The indices of all processes, in order."""
+        parts = {index["settings"]["rank"]: index for index in map(read_index, self._files)}
+        first = parts[min(parts)]
+        n = first["settings"]["ranks"]
         for rank in range(n):
-            if problem := _problem(parts.get(rank), parts[min(parts)]):
+            part, problem = parts.get(rank), ""
+            if part is None:
+                problem = "is missing"
+            elif not part["done"]:
+                problem = "is not finished"
+            elif _common(part) != _common(first):
+                problem = "is of other layers or settings"
+            if problem:
                 raise OptionError(
                     f"{WHO}: the part of rank {rank} of {n}, {self.path / f'rank{rank}'}, "
                     f"{problem}. Call collect there as before, and copy the folders of all ranks "
@@ -73,95 +80,58 @@ class Activations(Mapping[str, "Layer"]):
     @property
     def n_rows(self) -> int:
         """How many rows each layer has."""
-        return int(self._starts[-1]) if self._order is None else len(self._order)
+        return len(self.ids)
 
     @cached_property
     def ids(self) -> Tensor:
-        """The rows' ids, (n_rows,) int64; for tokens (n_rows, 2), sample and position in it.
-
-        Cost: reads all ids.
-        """
-        ids = self._ids_in_files
+        """The rows' ids, (n_rows,) int64; for tokens (n_rows, 2), sample and position in it."""
+        ids = torch.cat(self._mapped(IDS))
         return ids if self._order is None else ids[torch.from_numpy(self._order)]
 
-    @property
-    def _ids_in_files(self) -> Tensor:
-        shape, _ = self._parts[0].layers[IDS]
-        found = [self._mapped(i, IDS) for i in range(len(self._shards))]
-        return torch.cat([torch.empty(0, *shape, dtype=torch.int64, device="cpu"), *found])
-
     @cached_property
-    def _order(self) -> Places | None:
+    def _order(self) -> np.ndarray[Any, Any] | None:
         """The places in the files of the rows in order; None if they are as in the files."""
         if len(self._parts) == 1:
             return None
-        ids = self._ids_in_files.numpy()
+        ids = (
+            torch.cat(self._mapped(IDS)).flatten(1 if self._mapped(IDS)[0].ndim > 1 else 0).numpy()
+        )
         ids = ids if ids.ndim == 2 else ids[:, None]
         order = np.lexsort(ids.T[::-1])
         return order[np.diff(ids[order], axis=0, prepend=ids[order][:1] - 1).any(1)]
 
-    @cached_property
-    def _shards(self) -> list[tuple[Path, int, int]]:
-        """The folder, number and rows of each shard, those of the first process first."""
+    @property
+    def _kinds(self) -> dict[str, Any]:
+        """The shape of a row and the dtype of each file; a process without a batch has none."""
+        return {name: kind for part in self._parts for name, kind in part["kinds"].items()}
+
+    def _mapped(self, name: str) -> list[Tensor]:
+        """The rows in the files of this name, of each process: not to be written to."""
+        kind = self._kinds[name]
         return [
-            (self.path / f"rank{rank}", i, n)
+            mapped(self.path / f"rank{rank}", name, kind, part["counts"]["n"])
             for rank, part in enumerate(self._parts)
-            for i, n in enumerate(part.rows)
         ]
 
-    @cached_property
-    def _starts(self) -> Places:
-        """Where each shard's rows begin, and where the last one's end."""
-        return np.cumsum([0, *(n for _, _, n in self._shards)])
-
-    @cached_property
-    def _keys(self) -> dict[str, str]:
-        """The key of each layer, by name."""
-        first = self._parts[0]
-        return {first.name(key): key for key in first.layers if key != IDS}
-
-    def _index(self) -> dict[str, Any]:
-        """The files of each layer and of the ids, in order, and their rows: for other programs."""
-
-        def files(key: str) -> list[str]:
-            found = (file_of(folder, number, key) for folder, number, _ in self._shards)
-            return [file.relative_to(self.path).as_posix() for file in found]
-
-        layers = {name: files(key) for name, key in self._keys.items()}
-        return {"rows": [n for *_, n in self._shards], "ids": files(IDS), "layers": layers}
-
-    def _mapped(self, number: int, key: str) -> Tensor:
-        """The rows of a layer in one shard, mapped into memory: not to be written to."""
-        if (number, key) not in self._maps:
-            folder, i, n = self._shards[number]
-            file = file_of(folder, i, key)
-            try:
-                self._maps[number, key] = self._parts[0].mapped(file, key, n)
-            except (OSError, ValueError, RuntimeError) as why:
-                raise damaged(file, WHO, why) from why
-        return self._maps[number, key]
-
     def __getitem__(self, name: str) -> Layer:
-        if name in self._keys:
+        if name in [*self]:
             return Layer(self, name)
-        near = ", ".join(map(repr, nearest(str(name), self) or list(self)[:3])) or "there are none"
+        near = ", ".join(map(repr, nearest(str(name), self) or [*self][:3])) or "there are none"
         raise SelectionError(
             f"{WHO}: {self.path} has no layer {name!r}. Nearest: {near}. list(acts) has all "
             f"{len(self)}."
         )
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
+        return iter(self._parts[0]["settings"]["layers"])
 
     def __len__(self) -> int:
-        return len(self._keys)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_maps": {}}  # a worker maps the files itself
+        layers: list[str] = self._parts[0]["settings"]["layers"]
+        return len(layers)
 
     def __repr__(self) -> str:
         try:
-            kinds = [(name, *self._parts[0].layers[key]) for name, key in self._keys.items()]
+            kinds = [(name, *self._kinds[str(i)]) for i, name in enumerate(self)]
         except OptionError:
             return "Activations(not whole)"
         layers = [f"{name!r} {'×'.join(map(str, s)) or 'scalars'} {d}" for name, s, d in kinds]
@@ -170,14 +140,10 @@ class Activations(Mapping[str, "Layer"]):
         return f"Activations({self.n_rows} rows, {few}: {', '.join(layers[:4])}{more})"
 
 
-def _problem(part: Progress | None, first: Progress) -> str:
-    if part is None:
-        return "is missing"
-    if not part.done:
-        return "is not finished"
-    # of a sharded model each rank has other parameters
-    same = [({**p.settings, "rank": 0, "model": ""}, p.layers) for p in (part, first)]
-    return "" if same[0] == same[1] else "is of another model, other layers or settings"
+def _common(part: dict[str, Any]) -> Any:
+    """What all processes have to have in common; of a sharded model each has other weights."""
+    own = ("rank", "model", "batches", "data set")
+    return {k: v for k, v in part["settings"].items() if k not in own}
 
 
 class Layer(Dataset[Tensor]):
@@ -188,44 +154,42 @@ class Layer(Dataset[Tensor]):
 
     Attributes:
         name: of the layer.
+        ids: the rows' ids, see `Activations.ids`.
         shape: (n_rows, ...).
         dtype: of torch.
     """
 
     def __init__(self, acts: Activations, name: str) -> None:
-        self._key = acts._keys[name]
-        shape, dtype = acts._parts[0].layers[self._key]
-        self._acts, self.name, self.dtype = acts, name, getattr(torch, dtype)
-        self.shape, self.ndim = (acts.n_rows, *shape), 1 + len(shape)
+        self.name, self.ids, self._path, self._order = name, acts.ids, acts.path, acts._order
+        self._parts = acts._mapped(str([*acts].index(name)))
+        self._starts = np.cumsum([0, *map(len, self._parts)])
+        self.dtype, self.shape = self._parts[0].dtype, (acts.n_rows, *self._parts[0].shape[1:])
+        self.ndim = len(self.shape)
 
-    @property
-    def ids(self) -> Tensor:
-        """The rows' ids, see `Activations.ids`."""
-        return self._acts.ids
+    def __reduce__(self) -> Any:
+        return _layer, (self._path, self.name)  # a worker maps the files itself
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return len(self.ids)
 
     def __getitem__(self, rows: Any) -> Tensor:
         places = self._places(rows)
-        starts, flat = self._acts._starts, places.reshape(-1)
+        flat = places.reshape(-1)
         found = torch.empty(len(flat), *self.shape[1:], dtype=self.dtype, device="cpu")
-        shards = np.searchsorted(starts, flat, side="right") - 1
-        for i in np.unique(shards):
-            here = np.nonzero(shards == i)[0]
-            t, at = self._acts._mapped(int(i), self._key), flat[here] - starts[i]
-            if here[-1] - here[0] == at[-1] - at[0] == len(at) - 1 and (np.diff(at) == 1).all():
-                # neighbours: many times as fast as by index
-                found[here[0] : here[-1] + 1] = t[at[0] : at[-1] + 1]
+        for part, start in zip(self._parts, self._starts, strict=False):
+            here = np.nonzero((flat >= start) & (flat < start + len(part)))[0]
+            at = flat[here] - start
+            if len(here) == len(flat) and len(at) and (np.diff(at) == 1).all():
+                found[:] = part[at[0] : at[-1] + 1]  # neighbours: many times as fast as by index
             else:
-                found[torch.from_numpy(here)] = t[torch.from_numpy(at)]
+                found[torch.from_numpy(here)] = part[torch.from_numpy(at)]
         return found.reshape(*places.shape, *self.shape[1:])
 
     def __getitems__(self, rows: list[int]) -> list[Tensor]:
         """Rows as a DataLoader fetches a batch of them: read at once."""
         return list(self[rows])
 
-    def _places(self, rows: Any) -> Places:
+    def _places(self, rows: Any) -> np.ndarray[Any, Any]:
         """The places in the files of the rows that an index means."""
         is_slice = isinstance(rows, slice)
         index = np.arange(*rows.indices(len(self))) if is_slice else np.asarray(rows)
@@ -244,7 +208,7 @@ class Layer(Dataset[Tensor]):
                 f"{WHO}: {shown(rows)} is beyond the {len(self)} rows of {self.name!r}"
             )
         index = np.where(index < 0, index + len(self), index)
-        return index if self._acts._order is None else self._acts._order[index]
+        return index if self._order is None else self._order[index]
 
     def batches(
         self, size: int, *, shuffle: bool = False, seed: int = 0
@@ -271,8 +235,9 @@ class Layer(Dataset[Tensor]):
         except TypeError:
             return t.float().numpy()
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
-        return np.asarray(self.to_numpy(), dtype)
-
     def __repr__(self) -> str:
         return f"Layer({self.name!r}, {'×'.join(map(str, self.shape))} {self.dtype})"
+
+
+def _layer(path: Path, name: str) -> Layer:
+    return Activations(path)[name]

@@ -1,13 +1,14 @@
 """`collect`: runs a model over a loader and keeps what chosen layers give, a row for each sample.
 
-Builds on `hooks`, `selecting` and `modelinfo.sandbox`. Hooks are on the model only while it runs,
-so that what a loader does is not recorded. They pass rows on to a `Store` as the layers run.
+Builds on `hooks`, `selecting` and `modelinfo.untouched`. Hooks pass rows on to a store as the
+layers run: `Files`, or `Accumulators`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +25,21 @@ from hookkit.checks import (
     check_path,
 )
 from hookkit.collecting.accumulators import Accumulators
-from hookkit.collecting.batches import WHO, Field, Reading, fingerprint, sketch
-from hookkit.collecting.parts import CODES, key_of
-from hookkit.collecting.shards import Shards, Store
-from hookkit.data import DataLoaders, n_batches, no_batches
+from hookkit.collecting.activations import Activations
+from hookkit.collecting.batches import WHO, Field, Reading
+from hookkit.collecting.files import Files
+from hookkit.collecting.settings import about, name_of
+from hookkit.data import DataLoaders, batch_size, no_batches
 from hookkit.errors import HookError, ModelRunError, OptionError
-from hookkit.hooks import Hooks
-from hookkit.hooks.entries import called
-from hookkit.hooks.snapshot import FUNCTION_OF, Options
-from hookkit.interrupts import Undo
-from hookkit.modelinfo import sandbox
-from hookkit.modelinfo.progress import Progress
-from hookkit.modelinfo.tree import Tree
+from hookkit.hooks.attach import Switch, attach, called
+from hookkit.hooks.block import StopForward
+from hookkit.hooks.compiling import enter_eager, leave_eager
+from hookkit.hooks.parts import part_at
+from hookkit.hooks.snapshot import FUNCTION_OF
+from hookkit.modelinfo.untouched import untouched
 from hookkit.modules import unwrap
-from hookkit.nested import describe, named_leaves
+from hookkit.nested import Inputs, describe, named_leaves
 from hookkit.selecting import Selection, select
-
-_SHARD_BYTES = 2**27
-_OUTPUTS = 'Select one: "{name}" with one of {paths} behind it, or give hook= a function of it.'
-_INPUTS = "Give hook= a function of the inputs, such as lambda i: i[0]; there are {paths}."
 
 
 def collect(
@@ -60,26 +57,26 @@ def collect(
     ids: Field = None,
     into: Any = None,
     stop: bool = False,
-    shard_bytes: int = _SHARD_BYTES,
 ) -> Any:
     """What layers of a model give for all batches of a loader, a row for each sample or token.
 
-    It is written to the folder `to` as safetensors files, as each layer runs, in bounded memory,
-    and read by `Activations`. Called again, it goes on where it was interrupted; a folder that is
-    complete is only opened. The model runs in the modes in which it is, without gradients;
-    buffers, modes and random states are restored. A compiled model runs eagerly.
+    It is written to the folder `to`, a .npy file for each layer, as each layer runs, in bounded
+    memory, and read by `Activations`. Called again, it goes on where it was interrupted; a folder
+    that is complete is only opened. That the settings, the weights and the size of the loader are
+    the same is checked, not that its batches are. The model runs in the modes in which it is,
+    without gradients; buffers, modes and random states are restored. A compiled model runs eagerly.
 
-    Over several processes each writes the samples that its loader gives it, and none twice:
+    Over several processes each writes the samples that its loader gives it, and none counts twice:
     `Activations` reads all parts as one, in the order of the ids.
 
     Args:
         model: any model.
         loader: gives batches: a tensor, or a tuple whose last item is the target, or a mapping,
             which goes by keyword, or an object that the model takes. They are moved to its device.
-        modules: selectors, as for `select`. A module that is called k times for each batch is k
-            layers, `name:0` to `name:k-1`.
-        to: the folder, by default `acts`. With `into` the accumulators are kept there, to go on
-            after an interruption; by default they are not.
+            The last item is no target but the mask if `mask` says so, or if it has the shape of the
+            first, and zeros and ones, and the model has an argument `…mask`.
+        modules: selectors, as for `select`, of layers that run once for each batch.
+        to: the folder, by default `acts`.
         per: `"sample"`: dimension 0 of what a layer gives are samples. `"token"`: dimensions 0
             and 1 are samples and tokens, and each token is a row.
         mask: which tokens (or samples) count, those of padding not: a field of the batch by name
@@ -95,9 +92,7 @@ def collect(
         into: an accumulator (`Mean()`, `Covariance()`, `TopK(k)`) in place of rows on disk. Merged
             over the processes.
         stop: each forward ends when all of `modules` have been called: what follows them is not
-            run, nor its hooks, and what is called again gives its first call.
-        shard_bytes: how many bytes of rows make a shard, or come between two states of
-            accumulators. After an interruption those of the last whole shard on are run again.
+            run, nor its hooks, and of what is called several times the first call counts.
 
     Returns:
         An `Activations`; with `into` a dict with an accumulator for each layer, on the CPU.
@@ -105,9 +100,9 @@ def collect(
     Raises:
         SelectionError: no such layer.
         ArgumentError: `model`, `loader` or a field is of a kind that cannot work.
-        OptionError: an option has a value that cannot work; the folder has rows of another model,
-            other layers, settings or batches.
-        HookError: a layer was not called for a batch, or gives no row for each sample.
+        OptionError: an option has a value that cannot work; the folder has rows of other layers,
+            settings, weights or another loader.
+        HookError: a layer was called not once for a batch, or gives no row for each sample.
         ModelRunError: there is no batch.
 
     >>> import tempfile
@@ -124,164 +119,185 @@ def collect(
     check_choice(WHO, "per", per, ("sample", "token"))
     kind: Any = "pre" if check_flag(WHO, "inputs", inputs) else "forward"
     n = n if n is None else check_number(WHO, "n", n, 1, whole=True, what="how many rows")
-    size = check_number(WHO, "shard_bytes", shard_bytes, 1, whole=True, what="bytes in a shard")
     f = None if hook is None else check_function(WHO, hook, *FUNCTION_OF[kind], name="hook")
-    stop = check_flag(WHO, "stop", stop)
-    how = Options(WHO, kind, detach=False, dtype=dtype, keep="none", stop=stop)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise OptionError(f"{WHO}(dtype={dtype!r}): give a dtype of torch, such as torch.float16.")
+    if into is not None and to is not None:
+        raise OptionError(f"{WHO}: into= keeps nothing on disk. Leave to= out, or into=.")
     batches = DataLoaders(loader).train  # its check
-    reading = Reading(model, batches, per, ids, mask)
+    reading = Reading(model, batches, ids, mask)
     layers = select(unwrap(model), *(modules if isinstance(modules, list | tuple) else [modules]))
     if n is not None and reading.ranks > 1:
         raise OptionError(
             f"{WHO}(n={n}): how many rows each of {reading.ranks} processes would have to write is "
             "known after all of them. Give a smaller data set, such as torch.utils.data.Subset."
         )
+    stop = check_flag(WHO, "stop", stop)
+    run = _Run(model, layers, reading, f, inputs, dtype, n, 1 + (per == "token"), stop)
+    if into is not None:
+        accumulators = Accumulators(into, [*layers], ids is not None)
+        run.over(batches, accumulators)
+        return accumulators.result()
+    folder = check_path(WHO, "acts" if to is None else to, "to")
     settings = {
-        **fingerprint(model),
         "layers": [*layers],
-        **{"per": per, "inputs": kind == "pre", "dtype": dtype and str(dtype), "n": n},
-        **{"hook": _name(hook), "mask": _name(mask), "ids": _name(ids)},
+        **{"per": per, "inputs": inputs, "dtype": dtype and str(dtype), "n": n},
+        **{"hook": name_of(hook), "mask": name_of(mask), "ids": name_of(ids)},
+        **about(model, batches),
         **{"rank": reading.rank, "ranks": reading.ranks},
     }
-    if into is not None and to is None and size != _SHARD_BYTES:
-        raise OptionError(
-            f"{WHO}(shard_bytes={size}): with into= nothing is written. Give to= too, where the "
-            "accumulators are kept each time they have seen so many bytes, or leave it out."
-        )
-    folder = None if to is None else check_path(WHO, to, "to")
-    store: Store
-    if into is None:
-        store = Shards(folder or Path("acts"), settings, size)
-    else:
-        store = Accumulators(into, folder, settings, size)
-    _Run(model, layers, f, how, reading, store, n).over(batches)
-    return store.result()
+    files = Files(folder / f"rank{reading.rank}", settings)
+    if not (files.done and settings["data set"] is not None):  # else its size is known
+        run.over(batches, files)
+    with ranks.together("call collect"):
+        ranks.gather_object(None)  # all parts are whole from here on
+    return Activations(folder)
 
 
-def _name(x: Any) -> Any:
-    """What stands for a function, whose code cannot be compared, in an index."""
-    return getattr(x, "__qualname__", type(x).__name__) if callable(x) else x
-
-
+@dataclass(eq=False)
 class _Run:
-    """Runs the model batch by batch. It is the hook on the layers that are wanted."""
+    """Runs the model batch by batch, and passes the rows of each layer on to a store.
 
-    wants_hook = True
-    hooks: Hooks
-    _take: Callable[[str, Tensor, Tensor], None]
+    Attributes:
+        n_dims: how many dimensions are rows: 2 for samples and tokens.
+        taken: the layers that have been called for this batch.
+        shape: of samples, and tokens, as the first of them has it.
+        at: the places of the rows that count, None if all do.
+        ids: their ids.
+    """
 
-    def __init__(
-        self, model: nn.Module, layers: Selection, f: Any, how: Options, reading: Reading,
-        store: Store, n: int | None,
-    ) -> None:  # fmt: skip
-        self.model, self.f, self.reading = model, f, reading
-        self.options = replace(how, hook_func=self)
-        self.store, self.n = store, n
-        self.modules = [(name, m, layers.leaf(name)) for name, m in layers.items()]
-        self.places: dict[Any, list[int]] = {}  # of a module selected by two names, both
-        for place, (_, m, leaf) in enumerate(self.modules):
-            self.places.setdefault((id(m), leaf), []).append(place)
+    model: nn.Module
+    layers: Selection
+    reading: Reading
+    f: Callable[..., Any] | None
+    inputs: bool
+    dtype: torch.dtype | None
+    n: int | None
+    n_dims: int
+    stop: bool
 
-    def over(self, batches: Any) -> None:
-        """Has the store take the rows of each batch that it has not, until there are n."""
-        line, tree = Progress(n_batches(batches), unit="batches"), Tree(self.model)
-        with Undo() as stack:
-            stack.enter_context(sandbox.restore_after(tree, params=False))
-            stack.enter_context(sandbox.preserve_random_states())
-            stack.callback(line.close)
-            self.hooks = Hooks.of_named(self.modules, self.options)
-            self.hooks.remove()  # until a batch is there
-            # within, since some random states are restored only if there is no other thread
-            with self.store:
-                self._each(batches, line)
+    def over(self, loader: Any, store: Any) -> None:
+        """Has `store` take the rows of each batch that it has not."""
+        self.store, self.switch = store, Switch(on=False)  # the loader's own calls do not count
+        with ExitStack() as undo:
+            undo.enter_context(untouched(self.model, observers=True))
+            undo.callback(leave_eager, self)
+            enter_eager(self)
+            for number, (name, m) in enumerate(self.layers.items()):
+                take = self._taker(number, name)
+                undo.callback(attach(m, take, pre=self.inputs, switch=self.switch).remove)
+            try:
+                self._each(loader)
+            except BaseException:
+                with suppress(OSError):  # a full disk, perhaps, which is the error already
+                    store.save()
+                raise
+        store.save(done=True)
 
-    def _each(self, batches: Any, line: Progress) -> None:
-        progress, start, number = self.store.progress, self.store.progress.batches, -1
-        for number, batch in enumerate(batches):
-            if number == 0:
-                self.store.check_first(self.reading.digest(batch))
-                if progress.batches:
-                    self._check(batch)
-            if progress.done:
+    def _each(self, loader: Any) -> None:
+        counts, number, items = self.store.counts, -1, 0
+        start, known = counts["batches"], counts["items"]
+        for number, batch in enumerate(loader):
+            if self.n is not None and self.store.counts["n"] >= self.n:
                 return
-            if number >= start:
+            if number < start:
+                items += batch_size(batch)
+            elif items == known:
                 self._batch(number, batch)
-            if not ranks.rank():  # of several processes the first one shows how far it is
-                line.called(number + 1)
-            if self.n is not None and progress.n_rows >= self.n:
+            else:
                 break
         if number < 0:
             raise ModelRunError(no_batches(f"{WHO}: the loader"))
-        self.store.finish()
-
-    def _check(self, batch: Any) -> None:
-        """Runs the first batch again: what the layers give is what the store has rows of.
-
-        Rows that random numbers are part of are taken as they are.
-        """
-        again, before = dict[str, list[float]](), sandbox.random_states()
-        self._take = lambda key, rows, ids: again.update({key: sketch(rows)})
-
-        def end() -> None:
-            if sandbox.random_states() == before:
-                self.store.check_rows(again)
-
-        self._forward(0, batch, 0, self.n, end)
+        if items != known:
+            raise OptionError(
+                f"{WHO}: the first {start} batches of the loader are not of the size that they had "
+                "when their rows were written. Give another folder in to=."
+            )
 
     def _batch(self, number: int, batch: Any) -> None:
-        progress = self.store.progress
-        self._take = self.store.add
-        left = None if self.n is None else self.n - progress.n_rows
-
-        def end() -> None:
-            self.store.end_batch(self.reading.n_samples, self.reading.ids)
-
-        self._forward(number, batch, progress.samples, left, end)
-
-    def _forward(
-        self, number: int, batch: Any, first: int, left: int | None, end: Callable[[], None]
-    ) -> None:
-        given = self.reading.begin(batch, first, left)
+        self.batch, self.given = batch, self.reading.inputs(batch)
+        self.taken, self.shape, self.fresh = set[int](), torch.Size(), None
+        if isinstance(self.store, Accumulators) and self.store.shared:
+            self.fresh = self.store.fresh(self.reading.sample_ids(batch))
         try:
-            with torch.no_grad(), self.hooks as hooks:
-                self.model(*given, **given.kwargs)
-                if silent := hooks.silent:
-                    label, why = next(iter(silent.items()))
-                    raise HookError(
-                        f"{WHO}: {len(silent)} of {len(hooks)} modules were not called: {label}: "
-                        f"{why}. Leave out what does not run for every batch."
-                    )
-            end()
+            self.switch.on = True
+            with torch.no_grad():
+                self.model(*self.given, **self.given.kwargs)
+            if missing := [x for i, x in enumerate(self.layers) if i not in self.taken]:
+                raise HookError(
+                    f"{WHO}: {len(missing)} of {len(self.layers)} modules were not called: "
+                    f"{', '.join(map(repr, missing[:5]))}. Leave out what does not run for every "
+                    "batch (module.forward(x) runs no hooks, module(x) does)."
+                )
+        except StopForward as e:
+            if e.owner is not self:
+                raise
         except Exception as error:
-            what = describe(given)
+            what = describe(self.given)
             error.add_note(f"{WHO}: in batch {number}, for which the model was given {what}")
             raise
+        finally:
+            self.switch.on = False
+        self.store.end_batch(self.ids, self.shape[0], batch_size(batch))
 
-    def __call__(self, module: nn.Module, *seen: Any, hook: Any = None) -> None:
-        """Has the store take what a layer gives, as rows."""
-        given = seen[-1] if self.f is None else called(self.f, module, *seen)
-        rows = self.reading.rows(hook.name, self._tensor(hook.name, given))
-        for place in self.places[id(module), hook.leaf]:
-            self._take(key_of(place, hook.count), rows, self.reading.ids)
+    def _taker(self, number: int, name: str) -> Callable[..., None]:
+        """The hook of a layer, which has the store take what that gives, as rows."""
+        leaf = self.layers.leaf(name)
 
-    def _tensor(self, name: str, given: Any) -> Tensor:
+        def take(module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
+            if number not in self.taken:
+                inputs = Inputs(args, kwargs)
+                out = inputs if self.inputs else part_at(out, leaf, WHO, lambda: f'"{name}"')
+                values = [inputs] if self.inputs else [inputs, out]
+                self._take(number, name, called(self.f, module, *values) if self.f else out)
+            elif not self.stop:
+                raise HookError(
+                    f'{WHO}: "{name}" is called more than once for a batch. Give stop=True, and '
+                    "the first call counts, or select the module around it."
+                )
+
+        return take
+
+    def _take(self, number: int, name: str, value: Any) -> None:
+        t = self._tensor(name, value)
+        if t.shape[: self.n_dims] != self.shape:
+            self._settle(name, t)
+        rows = t.flatten(0, self.n_dims - 1)
+        rows = rows if self.at is None else rows[self.at.to(rows.device)]
+        self.store.add(number, rows, self.ids)
+        self.taken.add(number)
+        if self.stop and len(self.taken) == len(self.layers):
+            raise StopForward(self)
+
+    def _settle(self, name: str, t: Tensor) -> None:
+        """Which rows count, by the first layer; raises for another that has other samples."""
+        x = next(iter([*self.given, *self.given.kwargs.values()]), None)
+        n = x.shape[:1] if isinstance(x, Tensor) and x.ndim and not x.is_nested else t.shape[:1]
+        shape = self.shape or n + t.shape[1 : self.n_dims]
+        if t.ndim < self.n_dims or t.shape[: self.n_dims] != shape:
+            words = zip(shape, ("samples", "tokens"), strict=False)
+            raise HookError(
+                f'{WHO}: "{name}" gives {describe(t)} for a batch of '
+                f"{' and '.join(f'{n} {word}' for n, word in words)}, which have to be its first "
+                'dimensions. Give hook= a function that returns such rows, choose per="sample" or '
+                '"token", or collect this layer by itself.'
+            )
+        counts, self.shape = self.store.counts, shape
+        self.at, self.ids = self.reading.rows(self.batch, shape, counts["samples"], self.fresh)
+        if self.n is not None and (left := self.n - counts["n"]) < len(self.ids):
+            every = torch.arange(len(self.ids), device="cpu") if self.at is None else self.at
+            self.at, self.ids = every[:left], self.ids[:left]
+
+    def _tensor(self, name: str, value: Any) -> Tensor:
         """The only tensor in what a layer gives."""
-        found = {"": given} if type(given) is Tensor else dict(named_leaves(given))
-        if len(found) != 1:
-            paths = ", ".join(f'"{path}"' for path in [*found][:6])
-            hint = _INPUTS if self.options.kind == "pre" else _OUTPUTS
-            cure = hint.format(name=name, paths=paths) if found else "Give hook= a function of it."
-            words = ", ".join(map(describe, found.values())) or "none"
+        tensors = named_leaves(value)
+        t = tensors[0][1].detach() if tensors else torch.empty(0, device="cpu")
+        if len(tensors) != 1 or t.is_nested or t.layout is not torch.strided or t.is_quantized:
+            kind = f" ({t.layout}, {t.dtype})" * (len(tensors) == 1)
+            paths = ", ".join(f'"{name}{path}"' for path, _ in tensors[:6])
+            one = f"Select one of {paths}, or give" if tensors[1:] and not self.inputs else "Give"
             raise HookError(
-                f'{WHO}: of "{name}" one tensor is needed to make rows, and there is {words}. '
-                f"{cure}"
+                f'{WHO}: "{name}" has {describe(value)}{kind}, and one dense tensor is needed to '
+                f"make rows. {one} hook= a function that returns it."
             )
-        t, dtype = next(iter(found.values())), self.options.dtype
-        if dtype is not None and t.is_floating_point():
-            t = t.to(dtype)
-        if t.is_nested or t.layout is not torch.strided or str(t.dtype)[6:] not in CODES:
-            raise HookError(
-                f'{WHO}: "{name}" gives a tensor of {t.dtype} ({t.layout}), and rows are dense and '
-                "real. Give hook= a function that returns such a tensor."
-            )
-        return t.detach() if t.requires_grad else t
+        return t.to(self.dtype) if self.dtype is not None and t.is_floating_point() else t

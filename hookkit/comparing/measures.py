@@ -1,18 +1,23 @@
-"""How far two tensors are apart: in float64, some elements at a time.
+"""What is compared: the tensors in a module's result, and how far two of them are apart.
 
-Builds on torch alone. A chunk of both is converted at a time: comparing takes a few MB beside the
-two tensors whatever their size, and what it works on stays in the processor's cache.
+Builds on `nested`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-_CHUNK = 2**15  # elements; 256 KB in float64, seven times as fast as 8 MB
+from hookkit.nested import PLAIN, is_container, parts_of
+
+Parts = list[tuple[str, Any]]
+"""The tensors in a result with their paths, and the objects in it that hold none."""
+
+_CHUNK = 2**16  # elements that are converted at a time: what they take stays in the cache
+_ATOMS = (type, nn.Module, torch.dtype, torch.device, torch.Size)  # results without values
 
 # What `torch.testing.assert_close` allows: relative and absolute tolerance by dtype; 0 for others.
 _TOLERANCES = {
@@ -24,6 +29,36 @@ _TOLERANCES = {
     torch.complex64: (1.3e-6, 1e-5),
     torch.complex128: (1e-7, 1e-7),
 }
+
+
+def parts_in(x: Any, path: str = "", around: tuple[int, ...] = ()) -> Parts:
+    """The tensors in `x` with their paths, also those in the attributes of objects.
+
+    An object without a tensor is a part itself, unless it is a number, a text or the like.
+
+    >>> parts_in((torch.ones(2), 3, {1}))
+    [('[0]', tensor([1., 1.])), ('[2]', {1})]
+    >>> [path for path, _ in parts_in(torch.distributions.Normal(torch.zeros(2), 1.0))]
+    ['.loc', '.scale']
+    """
+    if isinstance(x, Tensor):
+        return [(path, x)]
+    if type(x) in PLAIN or isinstance(x, _ATOMS) or id(x) in around:
+        return []
+    around = (*around, id(x))
+    if is_container(x):
+        return [p for step, part in parts_of(x) for p in parts_in(part, path + step, around)]
+    inside = [p for k, v in getattr(x, "__dict__", {}).items()
+              for p in parts_in(v, f"{path}.{k}", around)]  # fmt: skip
+    return [p for p in inside if isinstance(p[1], Tensor)] or [(path, x)]
+
+
+def pairs(a: Parts, b: Parts) -> list[tuple[str, Any, str, Any]]:
+    """Parts with the same path; those in the same place where the structures differ."""
+    there = dict(b)
+    if {path for path, _ in a} != set(there) and len(a) == len(b):
+        return [(*one, *other) for one, other in zip(a, b, strict=True)]
+    return [(path, x, path, there[path]) for path, x in a if path in there]
 
 
 class Difference(NamedTuple):
@@ -43,14 +78,55 @@ class Difference(NamedTuple):
     n_different: int
 
 
-def tolerances(a: torch.dtype, b: torch.dtype) -> tuple[float, float]:
-    """`(rtol, atol)` of torch.testing for the looser of two dtypes.
+def difference(
+    a: Tensor, b: Tensor, rtol: float | None = None, atol: float | None = None
+) -> Difference:
+    """How far `b` is from `a`, dense tensors of the same shape, in float64. NaN equals NaN.
 
-    >>> tolerances(torch.float32, torch.bfloat16)
-    (0.016, 1e-05)
+    Source: the criterion is `torch.testing.assert_close`'s, with `a` as the expected one; so are
+    the tolerances by default, those of the looser dtype.
+
+    >>> difference(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]), 0.0, 0.1)
+    Difference(max_abs=0.5, rel=0.1, cosine=0.9984603532054123, n_different=1)
     """
-    both = [_TOLERANCES.get(dtype, (0.0, 0.0)) for dtype in (a, b)]
-    return max(rtol for rtol, _ in both), max(atol for _, atol in both)
+    usual = [_TOLERANCES.get(t.dtype, (0.0, 0.0)) for t in (a, b)]
+    rtol = max(r for r, _ in usual) if rtol is None else rtol
+    atol = max(t for _, t in usual) if atol is None else atol
+    # on the CPU, since some accelerators have no float64
+    flat_a, flat_b = (t.detach().reshape(-1).cpu() for t in (a, b))
+    sums, most, n_different = torch.zeros(4, dtype=torch.float64, device="cpu"), 0.0, 0
+    for p, q in zip(torch.split(flat_a, _CHUNK), torch.split(flat_b, _CHUNK), strict=True):
+        if len(p):
+            gap, x, y = _gap(p, q)
+            n_different += int((gap > atol + rtol * x.abs()).sum())
+            most = max(most, float(gap.max()))
+            dots = [torch.vdot(u, v).real for u, v in ((gap, gap), (x, x), (y, y), (x, y))]
+            sums += torch.stack(dots)
+    apart, size, other, dot = sums.tolist()
+    rel = math.sqrt(apart / size) if size else math.inf if apart else 0.0
+    length = math.sqrt(size) * math.sqrt(other)
+    cosine = dot / length if length else 1.0 if size == other else math.nan
+    return Difference(most, rel, cosine, n_different)
+
+
+def _gap(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`|p − q|`, `p` and `q` in 64 bits.
+
+    The gap is 0 where both are the same, and infinite where else it is not finite; there `p` and
+    `q` are 0, so that sums are finite and no tolerance is infinite.
+    """
+    dtype = torch.promote_types(p.dtype, q.dtype)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        gap = (p.long() - q.long()).abs().double()  # float64 has not all of int64
+        return gap, p.double(), q.double()
+    x, y = (t.to(torch.complex128 if dtype.is_complex else torch.float64) for t in (p, q))
+    gap = (x - y).abs()
+    if not gap.isfinite().all():
+        gap = gap.masked_fill((x == y) | (x.isnan() & y.isnan()), 0.0)
+        gap = gap.masked_fill(~gap.isfinite(), math.inf)
+        both = x.isfinite() & y.isfinite()
+        x, y = x.masked_fill(~both, 0.0), y.masked_fill(~both, 0.0)
+    return gap, x, y
 
 
 def dense(t: Tensor) -> Tensor:
@@ -61,52 +137,3 @@ def dense(t: Tensor) -> Tensor:
     if t.layout is not torch.strided:
         t = t.to_dense()
     return t.dequantize() if t.is_quantized else t.resolve_conj().resolve_neg()
-
-
-def difference(a: Tensor, b: Tensor, rtol: float, atol: float) -> Difference:
-    """How far `b` is from `a`, dense tensors of the same shape. NaN equals NaN.
-
-    Source: the criterion is `torch.testing.assert_close`'s, with `a` as the expected one.
-
-    >>> difference(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]), 0.0, 0.1)
-    Difference(max_abs=0.5, rel=0.1, cosine=0.9984603532054123, n_different=1)
-    """
-    # On the CPU, since some accelerators have no float64: one copy each, not one a chunk.
-    a, b = (t.detach().reshape(-1).cpu() for t in (a, b))
-    sums = torch.zeros(4, dtype=torch.float64, device="cpu")  # of (a − b)², a², b², a·b
-    most, n_different = 0.0, 0
-    for start in range(0, len(a), _CHUNK):
-        p, q = (t[start : start + _CHUNK] for t in (a, b))
-        x, y = _exact(p), _exact(q)
-        gap = (x - y).abs()
-        if not gap.isfinite().all():
-            gap, x, y = _without_infinities(gap, x, y)
-        elif not any(t.is_floating_point() or t.is_complex() for t in (p, q)):
-            gap = (p.long() - q.long()).abs().double()  # float64 has not all of int64
-        n_different += int((gap > atol + rtol * x.abs()).sum())
-        most = max(most, float(gap.max()))
-        dots = [torch.vdot(u, v).real for u, v in ((gap, gap), (x, x), (y, y), (x, y))]
-        sums += torch.stack(dots)
-    apart, size, other, dot = sums.tolist()
-    rel = math.sqrt(apart / size) if size else math.inf if apart else 0.0
-    length = math.sqrt(size) * math.sqrt(other)
-    cosine = dot / length if length else 1.0 if size == other else math.nan
-    return Difference(most, rel, cosine, n_different)
-
-
-def _exact(t: Tensor) -> Tensor:
-    """`t` in 64 bits."""
-    return t.to(torch.complex128 if t.is_complex() else torch.float64)
-
-
-def _without_infinities(gap: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gap is 0 where both are the same, infinite where else it was not finite.
-
-    `x` and `y` are 0 where one of them is not finite, for sums; also so that no tolerance is
-    infinite, which would cover every gap.
-    """
-    same = (x == y) | (x.isnan() & y.isnan())
-    gap = gap.masked_fill(same, 0.0)
-    both = x.isfinite() & y.isfinite()
-    gap = gap.masked_fill(~gap.isfinite(), math.inf)
-    return gap, x.masked_fill(~both, 0.0), y.masked_fill(~both, 0.0)

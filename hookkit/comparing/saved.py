@@ -1,4 +1,7 @@
-"""A capture in a safetensors file: what `Hooks.save` writes and `compare_models` reads."""
+"""A capture that `Hooks.save` wrote, as one side of a comparison.
+
+So a port is compared with a reference that runs in another environment.
+"""
 
 from __future__ import annotations
 
@@ -6,70 +9,49 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from hookkit.comparing.sides import WHO, Key
+from hookkit.comparing.sides import WHO, Key, Recorded
 from hookkit.errors import OptionError, missing_extra
 
 
-class Saved:
-    """The tensors of a file, read when they are needed.
+def read(path: str | Path) -> Recorded:
+    """The outputs in a file that `Hooks.save` wrote, containers after what is inside them.
 
-    Args:
-        path: of the file. One that something else wrote has its keys read as `Hooks.save` writes
-            them: `name`, `name:call`, `name:call/path`.
-
-    Attributes:
-        types: the modules' classes by name, `""` where they are not known.
-        leaves: the paths in what the modules return that are meant, by name.
-        kind: of the hooks, `"forward"` for outputs.
-        named: whether the hooks had names, not positions alone.
-        last: whether only the last call of each module was stored.
+    In a file of another writer a key is read as `name`.
 
     Raises:
-        OptionError: it is missing, damaged, or not a safetensors file.
+        OptionError: the file is missing, damaged, or has no outputs.
         MissingExtraError: safetensors is not installed.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.file = path, _opened(path)
-        about = {key: _json(text) for key, text in (self.file.metadata() or {}).items()}
-        keys = about.get("keys") or [(text, *split(text)) for text in sorted(self.file.keys())]
-        self._values: dict[Key, list[tuple[str, str]]] = {}  # with paths, and keys of the file
-        for text, name, call, inner in keys:
-            self._values.setdefault(Key(name, "output", call or 0), []).append((inner, text))
-        self._values = {key: self._values[key] for key in _inside_out(list(self._values))}
-        self.types = {k.name: "" for k in self._values} | (about.get("types") or {})
-        self.leaves: dict[str, str] = about.get("leaves") or {}
-        self.kind, self.named = about.get("kind", "forward"), about.get("named", True)
-        self.last = all(call is None for _, _, call, _ in keys)
-
-    @property
-    def keys(self) -> list[Key]:
-        """The outputs' keys, in order."""
-        return list(self._values)
-
-    def read(self, key: Key) -> list[tuple[str, Tensor]]:
-        """The tensors of one call, with their paths in what the module returned."""
-        return [(path, self.file.get_tensor(text)) for path, text in self._values.get(key, ())]
-
-    def forget_all_but_last(self) -> None:
-        """Leaves of each module the last call alone, as the first."""
-        self._values = {key._replace(call=0): value for key, value in self._values.items()}
-
-
-def _opened(path: Path) -> Any:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise missing_extra("safetensors", "collect", "read a saved capture") from None
-    opened: Any = safe_open
     try:
-        return opened(path, framework="pt")
+        with safe_open(path, framework="pt") as file:
+            about = {k: _json(text) for k, text in (file.metadata() or {}).items()}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as why:
         raise OptionError(
             f"{WHO}: {path} cannot be read ({why}). Give a file that Hooks.save wrote."
         ) from why
+    if (kind := about.get("kind", "forward")) != "forward":
+        raise OptionError(
+            f"{WHO}: {path} has what hooks of kind {kind!r} stored, which are no outputs. Save "
+            "what hook_outputs stored."
+        )
+    keys = about.get("keys") or [(key, key, None, "") for key in sorted(tensors)]
+    leaves = about.get("leaves") or {}
+    side = Recorded(last=all(call is None for _, _, call, _ in keys))
+    for text, name, call, inner in keys:
+        leaf = leaves.get(name, "")
+        module = name.removesuffix(leaf)
+        paths = side.paths.get(module, ())
+        side.paths[module] = paths if leaf in paths else (*paths, leaf)
+        side.types[module] = (about.get("types") or {}).get(name, "")
+        key = Key(module, "output", call or 0)
+        side.values.setdefault(key, []).append((leaf + inner, tensors[text]))
+    side.values = {key: side.values[key] for key in _inside_out([*side.values])}
+    return side
 
 
 def _json(text: str) -> Any:
@@ -87,14 +69,3 @@ def _inside_out(keys: list[Key]) -> list[Key]:
         parts = key.name.split(".") if key.name else []
         last |= {".".join(parts[:n]): i for n in range(len(parts) + 1)}
     return sorted(keys, key=lambda key: (last[key.name], -len(key.name)))
-
-
-def split(text: str) -> tuple[str, int | None, str]:
-    """Module, call and path of a tensor in a file that does not say them.
-
-    >>> split("blocks.3.attn:1/[0]"), split("head")
-    (('blocks.3.attn', 1, '[0]'), ('head', None, ''))
-    """
-    whole, _, path = text.partition("/")
-    name, colon, call = whole.rpartition(":")
-    return (name, int(call), path) if colon and call.isdecimal() else (whole, None, path)

@@ -1,29 +1,29 @@
-"""One model of a comparison: its modules, and a run that shows what each of them gives.
+"""One side of a comparison: a run of a model, and what its modules gave in it.
 
-Builds on `hooks` and `selecting`.
+Builds on `hooks`, `selecting` and `modelinfo.untouched`.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
-from types import GeneratorType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hookkit.comparing.measures import Parts, parts_in
 from hookkit.errors import ArgumentError
-from hookkit.hooks import Hooks
-from hookkit.hooks.entries import recomputing
-from hookkit.hooks.snapshot import Options
-from hookkit.interrupts import Undo
-from hookkit.modelinfo import sandbox
-from hookkit.modelinfo.tree import Tree
-from hookkit.modules import unwrap
-from hookkit.nested import Inputs, describe, leaves, tmap
-from hookkit.selecting import Selection, select
+from hookkit.hooks.attach import Switch, attach, recomputing
+from hookkit.hooks.compiling import enter_eager, leave_eager
+from hookkit.hooks.global_hooks import switch_fused_path
+from hookkit.hooks.snapshot import snapshot
+from hookkit.modelinfo.untouched import real_inputs, untouched
+from hookkit.nested import Inputs, describe, leaves
 
 WHO = "compare_models"
 
@@ -36,214 +36,148 @@ class Key(NamedTuple):
     call: int
 
 
-See = Callable[[Key, Any], Any]
-Receive = Callable[[str, Inputs], Inputs | None]
-Chosen = dict[str, tuple[nn.Module, str]]
+Hooked = dict[str, tuple[nn.Module, tuple[str, ...]]]
+"""Modules by name, each with the paths in its results that are meant, `""` for all of it."""
+
+Alone = Callable[[str, Inputs], tuple[Parts, str]]
+"""Gives what the second side's module has for a call, by the name on the first; and a note."""
 
 
-class Side:
-    """A model, and the modules of it whose values are compared.
-
-    Args:
-        which: `"first"` or `"second"`, for messages.
-        model: as the user calls it.
-        chosen: its modules by name, with the path of the part of the output that is meant.
-        others: modules of which only is noted whether they run.
+@dataclass
+class Recorded:
+    """What the modules of one side gave, in the order in which they finished.
 
     Attributes:
-        ran: the names of the others that ran.
+        values: the tensors of each call, and gradients.
+        types: the modules' classes by name, `""` where they are not known.
+        paths: for each module, the paths in its results that are meant, `""` for all of it.
+        functions: the modules without parameters, which another model may have as functions.
+        own: for each call, what the second side's module gave for the same inputs, and a note.
+        last: whether it has only the last call of each module.
+    """
 
-    Raises:
-        ArgumentError: parameters have no values.
+    values: dict[Key, Parts] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)
+    paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    functions: set[str] = field(default_factory=set)
+    own: dict[Key, tuple[Parts, str]] = field(default_factory=dict)
+    last: bool = False
+
+    def add(self, key: Key, parts: Parts, paths: tuple[str, ...] = ("",)) -> None:
+        """Keeps copies of the parts at `paths`; the last value where several have one key."""
+        self.values.pop(key, None)
+        at = "|".join(re.escape(path) + r"(?=[.\[]|$)" * bool(path) for path in paths)
+        self.values[key] = copied_parts([part for part in parts if re.match(at, part[0])])
+
+    def last_calls(self) -> Recorded:
+        """The same with the last call of each module alone, as its first."""
+        values = {key._replace(call=0): parts for key, parts in self.values.items()}
+        return replace(self, values=values)
+
+
+def copied_parts(parts: Parts) -> Parts:
+    """`parts` with snapshots of the tensors, which no later operation in place changes."""
+    return [(p, snapshot(t.detach()) if isinstance(t, Tensor) else t) for p, t in parts]
+
+
+class Run:
+    """A run of `model`, which records what its modules give.
+
+    The model, its random states and the inputs are as before afterwards.
+
+    Args:
+        model: as the user calls it; compiled parts run eagerly.
+        hooked: its modules.
+        into: where their values are added, in the order in which they finish.
+        last: numbers all calls 0, so that the last one counts.
+        loss: gives what is differentiated from the output; None for no gradients.
+        alone: called as a module begins with its name and inputs, for `Recorded.own`.
     """
 
     def __init__(
-        self, which: str, model: nn.Module, chosen: Chosen, others: Chosen | None = None
-    ) -> None:
-        if any(nn.parameter.is_lazy(p) or p.is_meta for p in model.parameters()):
-            raise ArgumentError(
-                f"{WHO}: the {which} model has parameters without values: on meta, or lazy. Load "
-                "its weights, or run it once."
-            )
-        self.which, self.model, self.chosen, self.others = which, model, chosen, others or {}
-        self.is_compiled = is_compiled(model)
-        self.ran: dict[str, None] = {}  # an ordered set
+        self, model: nn.Module, hooked: Hooked, into: Recorded, *, last: bool = False,
+        loss: Callable[[Any], Any] | None = None, alone: Alone | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.hooked, self.into, self.last = model, hooked, into, last
+        self.loss, self.alone = loss, alone
+        self.switch, self.calls = Switch(), Counter[str]()
+        self.begun: list[tuple[str, tuple[Parts, str]]] = []  # the innermost call last
+        self.grads: dict[Key, Parts] = {}
+        into.types |= {name: type(m).__name__ for name, (m, _) in hooked.items()}
+        into.functions |= {n for n, (m, _) in hooked.items() if next(m.parameters(), None) is None}
 
-    def run(
-        self,
-        given: Inputs,
-        see: See,
-        *,
-        receive: Receive | None = None,
-        loss: Callable[[Any], Tensor] | None = None,
-    ) -> None:
-        """Runs the model once and shows what its modules give, in the order in which they finish.
-
-        The model and the random states are restored after each run, so that the next one begins
-        as this one did, also where a forward writes into buffers.
-
-        Args:
-            given: its inputs, which are copied.
-            see: called with each output, and with `loss` with the gradients; with `receive` it
-                gives what is returned instead of an output, None for no change.
-            receive: called as a module begins with its name and what it received; gives what it
-                gets instead, None for no change.
-            loss: gives what is differentiated.
-        """
-        with Undo() as stack:
-            stack.enter_context(sandbox.restore_after(Tree(self.model), params=False))
-            stack.enter_context(sandbox.preserve_random_states())
-            hooks = {} if self.is_compiled else self.chosen
-            order = _watch(stack, hooks, see, receive)
-            kept = {
-                name: _hook(stack, (name, *at), "grad", keep="all")
-                for name, at in hooks.items()
-                if loss is not None
-            }
-            for name, (m, _) in self.others.items():
-                _hook(stack, (name, m, ""), "forward", hook_func=partial(self._note, name))
-            out = self._called(given, see, differentiable=loss is not None)
-            if self.is_compiled:
-                see(Key("", "output", 0), out)
-            if loss is not None:
-                self._differentiate(loss(out), see, order, kept)
-
-    def _note(self, name: str, _m: nn.Module, _i: Any, _o: Any) -> None:
-        self.ran[name] = None
-
-    def _called(self, given: Inputs, see: See, *, differentiable: bool) -> Any:
-        copied = sandbox.real_inputs(given)
-        if differentiable and not any(p.requires_grad for p in self.model.parameters()):
-            for t in leaves(copied):
-                t.requires_grad_(t.is_floating_point())
-        self._inputs = copied
-        try:
+    def __call__(self, inputs: Inputs) -> None:
+        """Runs it once."""
+        with ExitStack() as undo:
+            undo.enter_context(untouched(self.model))
+            undo.enter_context(torch.set_grad_enabled(self.loss is not None))
+            undo.callback(switch_fused_path, self, on=False)  # it calls no layers
+            switch_fused_path(self, on=True)
+            undo.callback(leave_eager, self)
+            enter_eager(self, always=True)
+            for name, (m, _) in self.hooked.items():
+                if self.alone is not None:
+                    begin = self._named(self._begin, name)
+                    undo.callback(attach(m, begin, pre=True, switch=self.switch).remove)
+                end = self._named(self._end, name)
+                undo.callback(attach(m, end, switch=self.switch).remove)
+            copied = real_inputs(inputs)
             out = self.model(*copied, **copied.kwargs)
-            if isinstance(out, GeneratorType):  # whose layers run only now
-                out = list(out)
-                if "" in self.chosen:
-                    see(Key("", "output", 0), out)
-            return out
-        except Exception as error:
-            error.add_note(f"{WHO}: raised by the {self.which} model")
-            raise
+            if self.loss is not None:
+                self._differentiate(self.loss(out), leaves(copied))
 
-    def _differentiate(
-        self, loss: Tensor, see: See, order: list[Key], hooks: dict[str, Hooks]
-    ) -> None:
-        """Shows the gradients of the outputs, the last one first, and of the parameters."""
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
+    def _named(self, f: Callable[..., None], name: str) -> Callable[..., None]:
+        """`f` as a hook of the module of this name."""
+        return lambda _m, *values: f(name, *values)
+
+    def _begin(self, name: str, args: Any, kwargs: Any) -> None:
+        if self.alone is None or recomputing():
+            return
+        self.switch.on = False  # the second model may have the same modules
+        try:
+            self.begun.append((name, self.alone(name, Inputs(args, kwargs))))
+        finally:
+            self.switch.on = True
+
+    def _end(self, name: str, _args: Any, _kwargs: Any, out: Any) -> None:
+        if recomputing():  # a checkpoint's second run
+            return
+        key = Key(name, "output", 0 if self.last else self.calls[name])
+        self.calls[name] += 1
+        while self.begun:
+            began, own = self.begun.pop()
+            if began == name:  # else the model has caught an exception of the call that began
+                self.into.own[key] = own
+                break
+        parts = parts_in(out)
+        self.into.add(key, parts, self.hooked[name][1])
+        for path, t in parts if self.loss else ():
+            if isinstance(t, Tensor) and t.requires_grad:
+                see = partial(self._add_grad, key._replace(what="grad"), path)
+                t.register_hook(see)  # type: ignore[no-untyped-call]
+
+    def _add_grad(self, key: Key, path: str, grad: Tensor) -> None:
+        self.grads.setdefault(key, []).append((path, grad.detach()))
+
+    def _differentiate(self, loss: Any, inputs: list[Tensor]) -> None:
+        """Records the gradients of the outputs, the last one first, and of the parameters."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ArgumentError(
-                f"{WHO}: loss gave {describe(loss)} for the output of the {self.which} model, and "
-                "one number is differentiated. Give a function that returns a scalar tensor."
+                f"{WHO}: loss gave {describe(loss)}, and one number with a gradient is needed. "
+                "Give models with parameters that require one, and a loss that gives a scalar."
             )
-        params = {
-            f"{name}.{key}".lstrip(".").replace("_orig_mod.", ""): p
-            for name, (m, _) in self.chosen.items()
-            for key, p in m.named_parameters(recurse=[*self.chosen] == [""])
-            if p.requires_grad
-        }
-        free = [t for t in leaves(self._inputs) if t.requires_grad]
-        wanted = [*{id(p): p for p in self.model.parameters() if p.requires_grad}.values(), *free]
-        if not loss.requires_grad:
-            raise ArgumentError(
-                f"{WHO}: grads=True, and the loss of the {self.which} model has no gradient. "
-                "Give models with parameters that require one, and a loss that depends on them."
-            )
-        found = torch.autograd.grad(loss, wanted, allow_unused=True)
-        by_id = {id(p): grad for p, grad in zip(wanted, found, strict=True)}
-        for name, _, call in reversed(order):
-            if name in hooks:
-                grads = hooks[name][0].calls[call]
-                see(Key(name, "grad", call), grads[0] if len(grads or ()) == 1 else grads)
-        for name, p in params.items():
-            see(Key(name, "param_grad", 0), by_id.get(id(p)))
-
-
-def _watch(stack: Undo, hooks: Chosen, see: See, receive: Receive | None) -> list[Key]:
-    """Shows what modules receive and return until `stack` closes; the outputs as they come."""
-    calls: Counter[str] = Counter()
-    order: list[Key] = []
-
-    def output(name: str, _m: nn.Module, _i: Any, out: Any) -> Any:
-        if recomputing() or isinstance(out, GeneratorType):
-            return None  # a checkpoint's second run; the model's own is shown when it has ended
-        key = Key(name, "output", calls[name])
-        calls[name] += 1
-        order.append(key)
-        return see(key, out)
-
-    def inputs(name: str, _m: nn.Module, given: Inputs) -> Inputs | None:
-        return receive(name, given) if receive and not recomputing() else None
-
-    for name, (m, leaf) in hooks.items():
-        if receive is not None:
-            _hook(stack, (name, m, ""), "pre", hook_func=partial(inputs, name), edit=True)
-        edit = receive is not None
-        _hook(stack, (name, m, leaf), "forward", hook_func=partial(output, name), edit=edit)
-    return order
-
-
-def _hook(stack: Undo, named: tuple[str, nn.Module, str], kind: Any, **options: Any) -> Hooks:
-    """A hook of one module until `stack` closes. Not by `with`, and not removed by `remove`, which
-    both report what never fires.
-    """
-    keep = options.pop("keep", "none")
-    hooks = Hooks.of_named([named], Options(WHO, kind, keep=keep, **options))
-    stack.callback(hooks._remove)
-    return hooks
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """True if the model or a part of it is compiled: hooks inside would not see compiled code run.
-
-    A model that is scripted as a whole is, too: it takes no hooks, and no module is around it.
-    `_compiled_call_impl` is private, in torch 2.11 to 2.13: what `module.compile()` sets. Nothing
-    public says so; without it such a model would run eagerly here.
-    """
-    return isinstance(unwrap(model), torch.jit.ScriptModule) or any(
-        type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None) is not None
-        for m in model.modules()
-    )
-
-
-def chosen_of(model: nn.Module, modules: Any) -> Chosen:
-    """The modules that are compared by name: all that run and the model itself, or the selected.
-
-    Scripted ones cannot be hooked; the module around them shows what they give.
-    """
-    root = unwrap(model)
-    if modules is not None:
-        what = modules if isinstance(modules, list | tuple) else [modules]
-        return entries(select(root, *what))
-    inner = entries(select(root)) if next(root.children(), None) is not None else {}
-    every = {**inner, "": (root, "")}
-    return {n: at for n, at in every.items() if not isinstance(at[0], torch.jit.ScriptModule)}
-
-
-def entries(selection: Selection) -> Chosen:
-    """The modules and paths of a selection by name."""
-    return {name: (m, selection.leaf(name)) for name, m in selection.items()}
-
-
-def adapted(given: Inputs, a: nn.Module | None, b: nn.Module) -> Inputs:
-    """`given` for `b`: on its device, and in its dtype what was of the dtype of `a`."""
-    (_, old), (device, new) = _home(a), _home(b)
-
-    def fit(t: Tensor) -> Tensor:
-        dtype = new if new is not None and t.dtype is old else t.dtype
-        return t.to(device or t.device, dtype)
-
-    fitted: Inputs = tmap(fit, given)
-    return fitted
-
-
-def _home(model: nn.Module | None) -> tuple[torch.device | None, torch.dtype | None]:
-    """The device of a model's tensors, and the dtype of its parameters, where each is one."""
-    if model is None:
-        return None, None
-    tensors = [*model.parameters(), *model.buffers()]
-    devices = {t.device for t in tensors if not t.is_meta}
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    device = next(iter(devices)) if len(devices) == 1 else None
-    return device, next(iter(dtypes)) if len(dtypes) == 1 else None
+        wanted = [*{id(p): p for p in self.model.parameters() if p.requires_grad}.values()]
+        free = [t for t in inputs if t.requires_grad]
+        grads = torch.autograd.grad(loss, [*wanted, *free], allow_unused=True)
+        by_id = {id(p): grad for p, grad in zip(wanted, grads, strict=False)}
+        for key in [*self.into.values][::-1]:
+            key = key._replace(what="grad")
+            if key in self.grads:
+                self.into.add(
+                    key, sorted(self.grads[key], key=lambda part: part[0]), self.hooked[key.name][1]
+                )
+        for name, (m, _) in self.hooked.items():
+            own = [(f".{k}" if name else k, by_id.get(id(p)))
+                   for k, p in m.named_parameters(recurse=False)]  # fmt: skip
+            parts = [(k, grad) for k, grad in own if grad is not None]
+            self.into.add(Key(name, "param_grad", 0), parts)

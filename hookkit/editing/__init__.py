@@ -1,16 +1,15 @@
 """Change what a layer gives, takes, or gets as gradient, for the time of a `with`.
 
-edits     `edit_output(s)`, `edit_input(s)`, `edit_grad(s)`: hooks that replace what they see.
+edits     `edit_output(s)`, `edit_input(s)`, `edit_grad(s)`, `edit_function`: hooks that replace.
 changes   Ready-made edits: `zero`, `scale`, `add`, `replace`, `patch_from`, for all of a value or
           a part of it.
-setting   A tensor with a part of it replaced, and what does not fit there.
 params    `select_params`: parameters by name; their gradients, and edits of them in a `with`.
-skipping  `skip_module` passes over a module, `run_from` starts in the middle of a model.
-functions `edit_function`: the same for calls of torch functions.
+skipping  `skip_module` passes over a module.
 """
 
 from hookkit.editing.changes import add, patch_from, replace, scale, zero
 from hookkit.editing.edits import (
+    edit_function,
     edit_grad,
     edit_grads,
     edit_input,
@@ -18,9 +17,8 @@ from hookkit.editing.edits import (
     edit_output,
     edit_outputs,
 )
-from hookkit.editing.functions import edit_function
 from hookkit.editing.params import ParamSelection, select_params
-from hookkit.editing.skipping import run_from, skip_module
+from hookkit.editing.skipping import skip_module
 
 __all__ = [
     "ParamSelection",
@@ -34,7 +32,6 @@ __all__ = [
     "edit_outputs",
     "patch_from",
     "replace",
-    "run_from",
     "scale",
     "select_params",
     "skip_module",

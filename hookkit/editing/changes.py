@@ -2,64 +2,96 @@
 
 Each makes a `Change`: what to do with one tensor, done to every tensor of what a layer gives (or
 takes, or gets as gradient), with the containers' types kept. The tensors of the run are read only:
-a changed tensor is a new one, through which gradients flow. Builds on `setting`, which applies them
-to a part (`at=`).
+a changed tensor is a new one, through which gradients flow.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from hookkit.editing.setting import Where, check_holds_tensors, part_of, with_part
 from hookkit.errors import ArgumentError, HookError, OptionError
-from hookkit.hooks import Hook, Hooks
-from hookkit.hooks.entries import part_at, recomputing
-from hookkit.hooks.taps import tap
-from hookkit.nested import describe, named_leaves, tmap
+from hookkit.hooks import Hook, Hooks, recomputing
+from hookkit.hooks.attach import brief
+from hookkit.hooks.functions import FunctionCall
+from hookkit.nested import describe, leaves, named_leaves, parts_of, pick, tmap
+
+New = Callable[[Tensor, Any], Any]
+Given = Callable[[Any, nn.Module, Any], list[Any]]
 
 
 class Change:
     """A ready-made edit: a function for `edit_output`, `Hook(…, edit=True)` and their like.
 
-    Copied and pickled with what it holds, so that a steering vector that a model learns is that of
-    the copied model.
-
-    Called as `change(module, …, value)`. A hook adds itself as `hook=`: its layer's name and its
-    count of calls, for messages and for `patch_from`.
+    Args:
+        text: how it was made, for messages: `scale(2)`.
+        new: gives what takes the place of a tensor's part `at`, from that and what was given.
+        at: the part of each tensor, as in `tensor[at]`; None is all of it.
+        given: what each tensor of a value is combined with, from `(value, module, hook)`.
     """
 
     wants_hook = True
 
-    def __init__(self, text: str, new: Callable[[Any, Where], Any]):
-        self._text, self._new = text, new
+    def __init__(self, text: str, new: New, at: Any, given: Given) -> None:
+        self.text, self.new, self.at, self.given = text, new, at, given
 
     def __call__(self, module: nn.Module, *seen: Any, hook: Any = None) -> Any:
         """The last argument, changed: the output, the inputs, or a gradient.
 
-        Containers keep their types.
-
         Raises:
             HookError: the change does not fit the value, or finds no tensor in it; names the layer.
         """
-        where = Where(module) if hook is None else Where(module, hook.name, hook.leaf, hook.count)
-        check_holds_tensors(seen[-1], self._text, where)
-        return self._new(seen[-1], where)
+        value, label = seen[-1], brief(module) if hook is None else hook.label
+        if not leaves(value) and not _is_empty(value):
+            raise HookError(
+                f"{self.text} on {label}: hookkit finds no tensor in {describe(value)}. Give a "
+                "function of it that returns the changed one (lambda value: …), or edit a layer "
+                "before it."
+            )
+        try:
+            others = iter(self.given(value, module, hook))
+            return tmap(lambda x: self._one(x, next(others)), value)
+        except (RuntimeError, IndexError, TypeError) as e:
+            if isinstance(e, HookError) and " on " in str(e).split(":")[0]:
+                raise
+            raise HookError(
+                f"{self.text} on {label}: {e}. What is there is {describe(value)}. Give a number, "
+                'or a tensor that fits it, or select one tensor of it (as "lstm[0]").'
+            ) from e
+
+    def _one(self, x: Tensor, other: Any) -> Tensor:
+        """One tensor, changed."""
+        part = x if self.at is None else x[self.at]
+        if isinstance(other, Tensor):
+            fits = _rank(other) <= _rank(x)
+            other = other.to(device=x.device, dtype=x.dtype if fits else other.dtype)
+        new = self.new(part, other)
+        if _rank(new) > _rank(x):
+            raise HookError(f"{describe(new)} of fractions does not go into a tensor of {x.dtype}")
+        if self.at is None and isinstance(new, Tensor) and new.shape == x.shape:
+            return new.to(x.dtype)
+        made = x.clone()
+        made[... if self.at is None else self.at] = new
+        return made
 
     def __repr__(self) -> str:
-        return self._text
+        return self.text
 
 
-def _check_number(who: str, k: Any) -> None:
-    if not isinstance(k, (int, float, complex, Tensor)):
-        raise ArgumentError(
-            f"{who}({k!r}): {type(k).__name__} is no number. Give a number, or a tensor that "
-            f"broadcasts."
-        )
+def _rank(x: Any) -> int:
+    """0 for whole numbers, 1 for fractions, 2 for complex ones."""
+    if isinstance(x, Tensor):
+        return 2 * x.dtype.is_complex + x.dtype.is_floating_point
+    return 2 * isinstance(x, complex) + isinstance(x, float)
+
+
+def _is_empty(x: Any) -> bool:
+    """Whether nothing is there: None, or a container of nothing."""
+    nested = isinstance(x, (tuple, list, dict))
+    return x is None or (nested and all(_is_empty(part) for _, part in parts_of(x)))
 
 
 def zero(*, at: Any = None) -> Change:
@@ -77,7 +109,7 @@ def zero(*, at: Any = None) -> Change:
     tensor([[0., 1.],
             [0., 1.]])
     """
-    return Change("zero()", partial(_replaced, t=0, at=at, word="zero"))
+    return Change("zero()", lambda x, _: 0, at, _same(None))
 
 
 def scale(k: float | Tensor, *, at: Any = None) -> Change:
@@ -94,9 +126,7 @@ def scale(k: float | Tensor, *, at: Any = None) -> Change:
     >>> scale(3)(nn.Identity(), torch.ones(2))
     tensor([3., 3.])
     """
-    _check_number("scale", k)
-    new = partial(_combined, f=operator.mul, v=k, at=at, word="scale")
-    return Change(f"scale({_short(k)})", new)
+    return Change(f"scale({_short('scale', k)})", operator.mul, at, _same(k))
 
 
 def add(v: float | Tensor, *, at: Any = None) -> Change:
@@ -115,8 +145,7 @@ def add(v: float | Tensor, *, at: Any = None) -> Change:
     tensor([[1., 2.],
             [0., 0.]])
     """
-    _check_number("add", v)
-    return Change(f"add({_short(v)})", partial(_combined, f=operator.add, v=v, at=at, word="add"))
+    return Change(f"add({_short('add', v)})", operator.add, at, _same(v))
 
 
 def replace(t: Any, *, at: Any = None) -> Change:
@@ -125,8 +154,8 @@ def replace(t: Any, *, at: Any = None) -> Change:
     Args:
         t: a number or tensor for a tensor (it may broadcast); for a structured value, a structure
             of the same containers, whose tensors take the places of its tensors.
-        at: what to act on, as in `tensor[at]`; all by default. From a `t` that broadcasts to the
-            full shape the same part is taken.
+        at: what to act on, as in `tensor[at]`; all by default. From a `t` of as many dimensions as
+            the value the same part is taken.
 
     Returns:
         The edit, for `edit_output` and the like.
@@ -138,24 +167,30 @@ def replace(t: Any, *, at: Any = None) -> Change:
     if t is None or isinstance(t, (str, bytes)):
         raise ArgumentError(
             f"replace({t!r}): {type(t).__name__} is no value of a layer. Give a number, a tensor, "
-            f"or a structure of the same containers with tensors in it."
+            "or a structure of the same containers with tensors in it."
         )
-    return Change(f"replace({_short(t)})", partial(_replaced, t=t, at=at, word="replace"))
+
+    def given(value: Any, module: nn.Module, hook: Any) -> list[Any]:
+        return [_part(x, v, at) for x, v in _pairs(value, t)]
+
+    return Change(f"replace({describe(t)})", _put, at, given)
 
 
 def patch_from(run: Hook | Hooks | Mapping[str, Any], *, at: Any = None) -> Change:
     """Puts in what another run had at the same layer: activation patching.
 
+    A layer is found as the same module; of another model by its name there, as `select` gives it,
+    and never by its position in a list. What the other run had is of the same shape, or of one
+    sample, which patches every sample of a batch.
+
     Args:
         run: the hooks of that run (they have to live, not to be registered), or a dict of its
-            values by layer name. A layer is found by its name, else as the same module. With
-            `keep="all"`, call by call; else each call gets the last call's value.
+            values by layer name. With `keep="all"`, and of functions, call by call; else each call
+            gets the last call's value.
         at: as in `zero`, to patch a position or a head only.
 
     Returns:
         The edit, for `edit_output` and the like.
-
-    What the other run had is broadcast: one clean sample patches every sample of a batch.
 
     >>> import torch
     >>> from hookkit.hooks import hook_outputs
@@ -169,135 +204,126 @@ def patch_from(run: Hook | Hooks | Mapping[str, Any], *, at: Any = None) -> Chan
     if not isinstance(run, Hook | Hooks | Mapping):
         raise ArgumentError(
             f"patch_from needs the hooks of another run, found {type(run).__name__}. Give what "
-            f"hook_outputs(…) returned, or a dict of values by layer name; replace(…) puts in one "
-            f"tensor."
+            "hook_outputs(…) returned, or a dict of values by layer name; replace(…) puts in one "
+            "tensor."
         )
-
     if isinstance(run, Hooks | Mapping) and not len(run):
         raise OptionError(
             "patch_from was given a run without a single layer. Give what hook_outputs(…) "
             "returned, or a dict of values by layer name."
         )
-    return Change("patch_from(…)", partial(_patched, run=run, at=at))
+
+    def given(value: Any, module: nn.Module, hook: Any) -> list[Any]:
+        pairs = _pairs(value, _stored(run, module, hook))
+        return [_part(x, _one_sample(x, v, at), at) for x, v in pairs]
+
+    return Change("patch_from(…)", _put, at, given)
 
 
-def _combined(
-    value: Any, where: Where, *, f: Callable[..., Any], v: Any, at: Any, word: str
-) -> Any:
-    """`value` with `f(x[at], v)` in the place of `x[at]` for each tensor `x`."""
-
-    def one(x: Tensor) -> Tensor:
-        there = part_of(x, at, word, where)
-        try:
-            new = f(there, _like(v, there))
-        except RuntimeError as e:
-            raise HookError(
-                f"{word} on {where.label}: {e}. There is {describe(there)}: give a number, or a "
-                f"tensor that broadcasts to that shape."
-            ) from e
-        return with_part(x, at, new, word, where)
-
-    return tmap(one, value)
+def _put(part: Tensor, new: Any) -> Any:
+    """A copy of `new`, since what follows may write into it."""
+    return new.clone() if isinstance(new, Tensor) else new
 
 
-def _patched(value: Any, where: Where, *, run: Hook | Hooks | Mapping[str, Any], at: Any) -> Any:
-    """`value` with what the other run had there in its place."""
-    return _replaced(value, where, t=_stored(run, where), at=at, word="patch_from")
+def _same(v: Any) -> Given:
+    """The same for every tensor."""
+    return lambda value, module, hook: [v] * len(leaves(value))
 
 
-def _replaced(value: Any, where: Where, *, t: Any, at: Any, word: str) -> Any:
-    """`value` with the tensors of `t` in the place of its own, one to one."""
+def _short(who: str, v: Any) -> str:
+    if not isinstance(v, (int, float, complex, Tensor)):
+        raise ArgumentError(
+            f"{who}({v!r}): {type(v).__name__} is no number. Give a number, or a tensor that "
+            "broadcasts."
+        )
+    return describe(v) if isinstance(v, Tensor) else repr(v)
+
+
+def _pairs(value: Any, t: Any) -> list[tuple[Tensor, Any]]:
+    """Each tensor of `value` with the one of `t`, or the number `t`, that takes its place."""
     old, new = named_leaves(value), named_leaves(t)
     if isinstance(t, int | float | complex):
-        new = [(path, t) for path, _ in old]  # type: ignore[misc]
-    if isinstance(value, Tensor) and isinstance(t, Tensor):
-        pass
-    elif [path for path, _ in old] != [path for path, _ in new]:
+        return [(x, t) for _, x in old]
+    if [path for path, _ in old] != [path for path, _ in new]:
+        raise HookError(f"{describe(t)} is of another structure")
+    return [(x, v) for (_, x), (_, v) in zip(old, new, strict=True)]
+
+
+def _part(x: Tensor, v: Any, at: Any) -> Any:
+    """Of a `v` that stands for all of `x`, what is at `at`."""
+    if at is None or not isinstance(v, Tensor) or v.dim() != x.dim() or v.shape == x[at].shape:
+        return v
+    return v.expand(x.shape)[at]
+
+
+def _one_sample(x: Tensor, v: Any, at: Any) -> Any:
+    """`v` as it is patched in; raises where it is not for all of `x`, but for one sample of it."""
+    if not isinstance(v, Tensor) or v.shape == x.shape:
+        return v
+    if at is not None and v.shape == x[at].shape:
+        return v
+    if v.dim() != x.dim() or v.shape[1:] != x.shape[1:] or v.shape[0] != 1:
         raise HookError(
-            f"{word} on {where.label}: {describe(t)} is of another structure than what is there, "
-            f"{describe(value)}. Give the same structure, or select one tensor of it (as "
-            f'"lstm[0]").'
+            f"the other run had {describe(v)}, and one position is not patched into several. "
+            'Capture the same positions, in generate with keep="all", or use replace(…)'
         )
-    values = iter(new)
-
-    def one(x: Tensor) -> Tensor:
-        v = next(values)[1]
-        if isinstance(v, Tensor):
-            if v.is_quantized and (at is not None or (v.shape, v.dtype) != (x.shape, x.dtype)):
-                v = v.dequantize()  # PyTorch would take its integers, to be read by the scale of x
-            if at is not None and _broadcasts(v, x):
-                v = v.expand(x.shape)[at]
-            v = _like(v, x)  # a copy, since what follows may write; of the user's own no lazy one
-            v = v.clone() if word == "replace" else tap(v)
-        part_of(x, at, word, where)
-        return with_part(x, at, v, word, where)
-
-    return tmap(one, value)
+    return v.expand(x.shape)
 
 
-def _broadcasts(v: Tensor, x: Tensor) -> bool:
-    """Whether `v` stands for all of `x`: the same dimensions, or 1 in the place of some."""
-    return v.dim() == x.dim() and all(n in (1, m) for n, m in zip(v.shape, x.shape, strict=True))
-
-
-def _stored(run: Hook | Hooks | Mapping[str, Any], where: Where) -> Any:
+def _stored(run: Hook | Hooks | Mapping[str, Any], module: nn.Module, hook: Any) -> Any:
     """What the other run had at this layer."""
+    label = brief(module) if hook is None else hook.label
+    place = hook is None or hook.name is None or hook.switch.positions
+    n = 0 if hook is None or (recomputing() and hook.n_calls == 1) else hook.n_calls
+    names = () if place else (hook.name, f"{hook.name}:{n}")
     if isinstance(run, Mapping):
-        for name in where.names:
-            if name is not None and name in run:
+        for name in names:
+            if name in run:
                 return run[name]
-        raise HookError(_absent(where, [str(name) for name in run]))
-    hooks = [run] if isinstance(run, Hook) else list(run)
-    named = [h for h in hooks if h.name is not None and h.name in where.names]
-    same = [h for h in hooks if h.module is where.module]
-    for h in named + [h for h in same if h.leaf == where.leaf]:
-        return _value(h, where)
+        raise HookError(_absent(label, list(run), place))
+    hooks, leaf = [run] if isinstance(run, Hook) else list(run), getattr(hook, "leaf", "")
+    same = [h for h in hooks if h.module is module or _same_call(h, module, n)]
+    named = [h for h in hooks if h.name in names and not h.switch.positions]
+    for h in [h for h in same if h.leaf == leaf] + [h for h in named if not same or h in same]:
+        return _value(h, label, n)
     for h in same:
         if not h.leaf:
-            return part_at(_value(h, where), where.leaf, "patch_from", lambda: where.label)
-    raise HookError(_absent(where, [h.label for h in hooks]))
+            return pick(_value(h, label, n), leaf)
+    raise HookError(_absent(label, [h.label for h in hooks], place))
 
 
-def _value(hook: Hook, where: Where) -> Any:
-    if hook._capture.options.keep == "all":
-        calls = hook.calls
-        if recomputing() and len(calls) > 1:
+def _same_call(h: Hook, module: nn.Module, n: int) -> bool:
+    """Whether `h` stored the `n`-th call of the function of `module`, in the same module."""
+    other = h.module
+    if not isinstance(other, FunctionCall) or not isinstance(module, FunctionCall):
+        return False
+    ends = f"{module.name.rpartition('/')[2]}:{n}"
+    return other.owner is module.owner and other.name.rpartition("/")[2] == ends
+
+
+def _value(h: Hook, label: str, n: int) -> Any:
+    """What `h` stored: of each call, the `n`-th; else the last."""
+    value = h.stored
+    if h.switch.keep == "all":
+        calls = h.calls
+        if n >= len(calls) or (recomputing() and len(calls) > 1):
             raise HookError(
-                f"patch_from on {where.label}: a checkpoint runs this layer again, and which of "
-                f'its {len(calls)} calls that is cannot be known. Capture with keep="last".'
+                f"patch_from on {label}: call {n + 1} has no counterpart among the {len(calls)} "
+                'calls of the other run. Capture with keep="last" to patch each call alike.'
             )
-        n_call = 0 if recomputing() else where.count
-        if n_call >= len(calls):
-            raise HookError(
-                f"patch_from on {where.label}: call {n_call + 1} has no counterpart, the other "
-                f'run called it {len(calls)} times. Capture with keep="last" to patch each call '
-                f"with the last one's value."
-            )
-        return calls[n_call]
-    if hook.stored is None:
+        value = calls[n]
+    if value is None:
         raise HookError(
-            f"patch_from on {where.label}: the other run stored nothing there. Run the model "
-            f"inside its `with` block first."
+            f"patch_from on {label}: the other run stored nothing there. Run the model inside its "
+            "`with` block first."
         )
-    return hook.stored
+    return value
 
 
-def _absent(where: Where, names: list[str]) -> str:
+def _absent(label: str, names: list[str], place: bool) -> str:
     shown = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
+    why = " A position in a list is no name." if place else ""
     return (
-        f"patch_from on {where.label}: the other run has no value of that layer, only of "
-        f"{shown or 'none'} ({len(names)}). Capture it there, with the same select(model, …)."
+        f"patch_from on {label}: the other run has no value of that layer, only of "
+        f"{shown or 'none'} ({len(names)}).{why} Capture it there, with the same select(model, …)."
     )
-
-
-def _like(v: Any, x: Tensor) -> Any:
-    """A tensor on the device of `x`, and in its dtype if that can hold it."""
-    if not isinstance(v, Tensor):
-        return v
-    holds = x.is_complex() or (x.is_floating_point() and not v.is_complex())
-    dtype = x.dtype if holds else v.dtype
-    return v.to(device=x.device, dtype=dtype)
-
-
-def _short(v: Any) -> str:
-    return repr(v) if isinstance(v, int | float | complex) else describe(v)

@@ -6,13 +6,11 @@ layer's own output, what captures it after the edit sees the edited one.
 
     with hook_output(layer) as own, edit_output(layer, zero()), hook_output(layer) as edited:
         model(x)
-
-The ready-made edits (`zero`, `scale`, `add`, `replace`, `patch_from`) are in `changes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -20,11 +18,11 @@ from torch import nn
 from hookkit.checks import check_function, is_whole, shown
 from hookkit.editing.changes import add, patch_from, replace, scale, zero
 from hookkit.errors import ArgumentError, HookError, OptionError
-from hookkit.hooks import Hooks
-from hookkit.hooks.calls import call
+from hookkit.hooks import FunctionHooks, Hooks, recomputing
+from hookkit.hooks.attach import brief, check_hookable, is_compiling
+from hookkit.hooks.block import KINDS, NOT_WANTED, Block
 from hookkit.hooks.collection import Modules, Named, named_modules_of
-from hookkit.hooks.entries import brief, check_hookable, recomputing
-from hookkit.hooks.snapshot import FUNCTION_OF, Kind, Options
+from hookkit.hooks.functions import Within, function_kind
 
 Function = Callable[..., Any]
 Calls = int | Collection[int] | Callable[[int], bool] | None
@@ -37,8 +35,8 @@ def edit_output(
     """Replaces what `module` returns by what `f(module, input, output)` returns.
 
     Registered at once, and removed by `remove()` or at the end of its `with` block, which warns if
-    the layer was never reached. In the block, calls from other threads are not edited, and compiled
-    models run eagerly. `Hook(module, f, edit=True)` edits in the same way, and stores the result.
+    the layer was never reached. In the block compiled models run eagerly.
+    `Hook(module, f, edit=True)` edits in the same way, and stores the result.
 
     Args:
         module: the layer.
@@ -60,8 +58,7 @@ def edit_output(
         OptionError: `calls` has what is no number of a call.
         HookError: `module` is scripted; later, in the forward: a replacement of another structure,
             a ready-made edit of an object in which no tensor is found, or `calls` where numbers are
-            not known: outside of a `with` in a graph compiled with `fullgraph=True`, and in a
-            checkpoint's recomputation of one of several calls.
+            not known: in a compiled graph, and in a checkpoint's recomputation of several calls.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Identity(), nn.Flatten())
@@ -80,8 +77,7 @@ def edit_outputs(
     Args:
         modules: an iterable of modules, a Sequential (its children), or what `select` returns,
             which brings names and leaf paths: of `"lstm[0]"` only that tensor is given to `f`.
-        f: gets the module, its inputs and its output, or the output alone, as in `edit_output`.
-        calls, prepend: as in `edit_output`, for each module.
+        f, calls, prepend: as in `edit_output`, for each module.
 
     Returns:
         `Hooks` that store nothing; `n_calls` counts the calls that reached each layer, by name.
@@ -96,17 +92,13 @@ def edit_outputs(
     ...     net(torch.ones(1, 2)).sum().item(), edits.n_calls
     (0.0, {'0': 1, '2': 1})
     """
-    return _edits(
-        "edit_outputs", "forward", named_modules_of(modules, "edit_outputs"), f, calls, prepend
-    )
+    return _edits("edit_outputs", "forward", modules, f, calls, prepend)
 
 
 def edit_input(
     module: nn.Module, f: Function, *, calls: Calls = None, prepend: bool = False
 ) -> Hooks:
     """Replaces what `module` is called with by what `f(module, input)` returns.
-
-    Registered, removed and limited to a block as `edit_output` is.
 
     Args:
         module: the layer.
@@ -135,8 +127,7 @@ def edit_inputs(
     """`edit_input` for several modules, registered all or none.
 
     Args:
-        modules: an iterable of modules, a Sequential (its children), or what `select` returns;
-            leaf paths are into the inputs.
+        modules: as in `edit_outputs`; leaf paths are into the inputs.
         f: as in `edit_input`.
         calls, prepend: as in `edit_output`, for each module.
 
@@ -152,7 +143,7 @@ def edit_inputs(
     ...     net(torch.ones(2))
     tensor([9., 9.])
     """
-    return _edits("edit_inputs", "pre", named_modules_of(modules, "edit_inputs"), f, calls, prepend)
+    return _edits("edit_inputs", "pre", modules, f, calls, prepend)
 
 
 def edit_grad(module: nn.Module, f: Function) -> Hooks:
@@ -186,7 +177,7 @@ def edit_grads(modules: Modules, f: Function) -> Hooks:
     """`edit_grad` for several modules, registered all or none.
 
     Args:
-        modules: an iterable of modules, a Sequential (its children), or what `select` returns.
+        modules: as in `edit_outputs`.
         f: as in `edit_grad`.
 
     Returns:
@@ -202,7 +193,63 @@ def edit_grads(modules: Modules, f: Function) -> Hooks:
     >>> x.grad
     tensor([25., 25.])
     """
-    return _edits("edit_grads", "grad", named_modules_of(modules, "edit_grads"), f)
+    return _edits("edit_grads", "grad", modules, f)
+
+
+def edit_function(
+    f: Callable[..., Any],
+    edit: Function,
+    within: Within = None,
+    *,
+    inputs: bool = False,
+    grad: bool = False,
+    calls: Calls = None,
+) -> FunctionHooks:
+    """Replaces what calls of the torch function `f` return, for the time of a `with`.
+
+    A head inside fused attention is ablated so: what `F.scaled_dot_product_attention` returns has
+    the heads as a dimension, (batch, head, position, channel). In `generate` models with grouped
+    queries pack heads, of which a warning tells; there edit the input of the output projection:
+    `edit_input(attn.o_proj, …)`.
+
+    Which calls are seen is described at `hook_function`. To edit a call that works in place or has
+    `out=` is an error.
+
+    Args:
+        f, within: as for `hook_function`.
+        edit: `edit(call, inputs, output)`, or of one argument, the output; gives the replacement,
+            of the same structure, or None to leave it. Or a ready-made edit: `zero`, `scale`,
+            `add`, `replace`, `patch_from` (from what `hook_function` stored, call by call).
+        inputs: edits what the function is called with: `edit(call, inputs)`, see `edit_input`.
+        grad: edits the gradients of what it returns: `edit(call, grad)`, see `edit_grad`.
+        calls: which calls are edited, by the number that `hook_function` would give them in their
+            module: a collection of numbers, one number, or a function `f(number)`; None: all.
+
+    Returns:
+        `FunctionHooks`, to be entered: one hook for each module that calls `f`, by a name such as
+        `blocks.3.attn/softmax`. `n_calls` counts the calls of each.
+
+    Raises:
+        ArgumentError: `f` is no function of torch; `edit` is no function.
+        OptionError: `inputs` and `grad` together; `calls` has what is no number of a call.
+        HookError: later, in the forward: a replacement of another structure; a call in place.
+
+    >>> import torch
+    >>> import torch.nn.functional as F
+    >>> q = torch.ones(1, 2, 3, 4)
+    >>> with edit_function(F.scaled_dot_product_attention, zero(at=(slice(None), 1))) as edits:
+    ...     F.scaled_dot_product_attention(q, q, q).sum((0, 2, 3))  # of each head
+    tensor([12.,  0.])
+    >>> edits.n_calls
+    {'scaled_dot_product_attention': 1}
+    """
+    kind = function_kind("edit_function", inputs, grad)
+    if kind == "pre_grad":
+        raise OptionError(
+            "edit_function: inputs=True edits what the function takes, grad=True the gradients of "
+            "what it gives. Give one of the two, and nest two blocks for both."
+        )
+    return FunctionHooks([f], within, _block("edit_function", kind, edit, calls), numbered=False)
 
 
 def _one(module: nn.Module, who: str) -> list[Named]:
@@ -211,25 +258,21 @@ def _one(module: nn.Module, who: str) -> list[Named]:
 
 
 def _edits(
-    who: str,
-    kind: Kind,
-    modules: Iterable[Named],
-    f: Function,
-    calls: Calls = None,
-    prepend: bool = False,
+    who: str, kind: str, modules: Any, f: Function, calls: Calls = None, prepend: bool = False
 ) -> Hooks:
-    """Registered hooks that edit and store nothing."""
-    return Hooks.of_named(modules, edit_options(who, kind, f, calls, prepend))
+    """Registered hooks that edit and store nothing, one for each module (or part of its output)."""
+    block = _block(who, kind, f, calls, prepend)
+    named = modules if who in ("edit_output", "edit_input", "edit_grad") else None
+    once = {(id(m), leaf): (n, m, leaf) for n, m, leaf in named or named_modules_of(modules, who)}
+    return Hooks.made_of(list(once.values()), block, modules)
 
 
-def edit_options(
-    who: str, kind: Kind, f: Function, calls: Calls = None, prepend: bool = False
-) -> Options:
-    """The options of hooks that edit by `f`, which is checked, and store nothing."""
-    f = check_edit(who, f, *FUNCTION_OF[kind])
+def _block(who: str, kind: str, f: Any, calls: Calls = None, prepend: bool = False) -> Block:
+    """The block of hooks that edit by `f`, which is checked, and store nothing."""
+    f = check_edit(who, f, *KINDS[kind])
     if calls is not None:
         f = _AtCalls(who, f, calls)
-    return Options(who, kind, f, edit=True, keep="none", prepend=prepend)
+    return Block(who, kind, f, edit=True, keep="none", prepend=prepend)
 
 
 def check_edit(who: str, f: Any, *arguments: str) -> Function:
@@ -264,26 +307,17 @@ class _AtCalls:
 
     def __call__(self, module: nn.Module, *seen: Any, hook: Any = None) -> Any:
         """What the edit gives, at a call that is wanted; else None."""
-        if hook is None:
+        if hook is None or is_compiling() or (recomputing() and hook.n_calls > 1):
             raise HookError(
-                f"{self.who} on {brief(module)}: compiled code does not count calls, so `calls` "
-                "cannot be followed. Use the edit in a `with` block around the calls."
+                f"{self.who} on {brief(module) if hook is None else hook.label}: compiled code and "
+                "checkpoints that run a layer several times do not say which call this is, so "
+                "`calls` cannot be followed. Use the edit in a `with` block, without checkpoints."
             )
-        if not self._is_wanted(hook):
-            if not hook.count:  # nothing was edited so far
-                hook.missed = "calls"
+        n = 0 if recomputing() else hook.n_calls
+        if not self.wanted(n):
+            hook.why = hook.why or NOT_WANTED
             return None
-        if hook.missed == "calls":
-            hook.missed = None
-        return call(hook, self.f, module, *seen)
-
-    def _is_wanted(self, hook: Any) -> bool:
-        if not recomputing():
-            return bool(self.wanted(hook.count))
-        answers = {bool(self.wanted(n)) for n in range(hook.count)}
-        if len(answers) > 1:
-            raise HookError(
-                f"{self.who} on {hook.label()}: a checkpoint runs this layer again, and which of "
-                f"its {hook.count} calls that is cannot be known. Drop `calls`, or the checkpoint."
-            )
-        return True in answers
+        hook.why = "edited"
+        if getattr(self.f, "wants_hook", False):
+            return self.f(module, *seen, hook=hook)
+        return self.f(module, *seen)

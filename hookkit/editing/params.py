@@ -4,51 +4,38 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from fnmatch import fnmatchcase
-from functools import partial
-from threading import RLock
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from hookkit.checks import check_function, check_module, shown
 from hookkit.editing.edits import check_edit
-from hookkit.editing.setting import Where
 from hookkit.errors import HookError, NeverFiredWarning, SelectionError, nearest
-from hookkit.hooks.calls import call
-from hookkit.interrupts import block
-from hookkit.modules import find, is_parametrization, join, submodules, unwrap, walk
+from hookkit.hooks.block import Block
+from hookkit.hooks.hook import Hook
+from hookkit.modules import join, unwrap
 from hookkit.nested import describe
-from hookkit.selecting import select
-from hookkit.selecting.patterns import expand, parts
+from hookkit.selecting import expand, glob, select
 
-_Place = tuple[str, nn.Module, nn.Parameter]  # its name, the module that has it, the parameter
-_Values = dict[int, tuple[nn.Parameter, Tensor]]  # the parameters that a block edits, by id
-
-# What the parameters of each open `edit` block of all threads were before it, the oldest first:
-# blocks need not end in the reverse order of their beginning. A lock that its thread can take
-# twice, since the garbage collector ends a block that was abandoned, wherever it runs.
-_lock = RLock()
-_open: list[_Values] = []
+_Place = tuple[str, nn.Module, nn.Parameter]
+"""A parameter's name, the module that has it, and the parameter."""
 
 
 class ParamSelection(dict[str, nn.Parameter]):
     """Parameters by name, in the model's order, each once. What `select_params` gives."""
 
-    def __init__(self, places: Iterable[_Place]) -> None:
-        places = list(places)
+    def __init__(self, places: list[_Place]) -> None:
         super().__init__((name, p) for name, _, p in places)
-        self._where = {name: Where(module, name) for name, module, _ in places}
+        self._owners = {name: module for name, module, _ in places}
 
-    @block
+    @contextmanager
     def grads(self) -> Iterator[dict[str, Tensor | None]]:
         """Captures the gradients of a `with` block, by name; `.grad` is left as it is.
 
-        They are detached copies: the sum of what backward passes bring in the block, as in `.grad`;
-        with DistributedDataParallel this rank's, before they are averaged. None until one comes,
-        with FSDP2 always, which writes `.grad` itself. At the end it warns of parameters to which
-        none came.
+        They are detached copies: the sum of what backward passes bring in the block; None where
+        none came, of which it warns.
 
         >>> import torch
         >>> net = nn.Linear(2, 1)
@@ -63,38 +50,29 @@ class ParamSelection(dict[str, nn.Parameter]):
             before, grad = found[name], grad.detach()
             found[name] = grad.clone() if before is None else before + grad
 
-        handles: list[Any] = []
-        try:
+        with ExitStack() as stack:
             for name, p in self.items():
                 if p.requires_grad:
-                    handles.append(p.register_hook(partial(receive, name)))  # type: ignore[no-untyped-call]
+                    handle = p.register_hook(lambda g, name=name: receive(name, g))  # type: ignore[no-untyped-call]
+                    stack.callback(handle.remove)
             yield found
-        finally:
-            for handle in handles:
-                handle.remove()
-        self._report([name for name, grad in found.items() if grad is None])
+        idle = [name for name, grad in found.items() if grad is None]
+        if idle:
+            few = ", ".join(f'"{name}"' for name in idle[:5]) + (" …" if idle[5:] else "")
+            warnings.warn(
+                f"select_params: no gradient came to {len(idle)} of {len(self)} parameters: {few}. "
+                "Run forward and backward inside the block, or select others.",
+                NeverFiredWarning,
+                stacklevel=4,
+            )
 
-    def _report(self, idle: list[str]) -> None:
-        if not idle:
-            return
-        frozen = [name for name in idle if not self[name].requires_grad]
-        few = ", ".join(f'"{name}"' for name in idle[:5]) + (" …" if idle[5:] else "")
-        warnings.warn(
-            f"select_params: no gradient came to {len(idle)} of {len(self)} parameters: {few}"
-            f"{f' ({len(frozen)} frozen)' if frozen else ''}. Run forward and backward inside the "
-            "block, or select others.",
-            NeverFiredWarning,
-            stacklevel=5,
-        )
-
-    @block
+    @contextmanager
     def edit(self, f: Callable[..., Any]) -> Iterator[ParamSelection]:
         """Changes the parameters for a `with` block; at its end they have their values again.
 
         They are written in place, so all that shares them sees it, optimizers too; what the block
-        itself writes into them (a step) is lost. Autograd notices: a backward pass needs the values
-        of its forward, so run both inside the block or both outside, or PyTorch raises an error.
-        Blocks that overlap can end in any order: what the newest one wrote stays until it ends.
+        itself writes into them (a step) is lost. A backward pass needs the values of its forward,
+        so run both inside the block or both outside, or PyTorch raises an error.
 
         Args:
             f: `f(module, parameter)`, or `f(parameter)`: gets a copy, and gives a tensor of its
@@ -113,52 +91,31 @@ class ParamSelection(dict[str, nn.Parameter]):
         tensor([0., 0.])
         """
         f = check_edit("edit", f, "module", "parameter")
-        new = [(p, self._new(name, p, f)) for name, p in self.items()]
-        old: _Values = {}
+        new = {name: _new(name, self._owners[name], p, f) for name, p in self.items()}
+        old = {name: self[name].detach().clone() for name, v in new.items() if v is not None}
         try:
-            with _lock:
-                old.update({id(p): (p, p.detach().clone()) for p, v in new if v is not None})
-                _open.append(old)
-            _write(new)
+            for name in old:
+                self[name].detach().copy_(new[name])
             yield self
         finally:
-            _restore(old)
-
-    def _new(self, name: str, p: nn.Parameter, f: Callable[..., Any]) -> Tensor | None:
-        """What `f` gives for one parameter."""
-        where = self._where[name]
-        new = call(where, f, where.module, p.detach().clone())
-        if new is not None and (not isinstance(new, Tensor) or new.shape != p.shape):
-            raise HookError(
-                f"edit of the parameter {where.label}: the replacement is {describe(new)}, the "
-                f"parameter is {describe(p)}. Return a tensor of that shape, or None to leave it."
-            )
-        return new
+            for name, value in old.items():
+                self[name].detach().copy_(value)
 
 
-def _restore(old: _Values) -> None:
-    """Ends a block: its parameters get their values from before it.
-
-    Where a newer block has changed one too, that block gets them, to restore them at its own end.
-    """
-    with _lock:
-        n = [i for i, each in enumerate(_open) if each is old]
-        if not n:  # it was interrupted before it changed anything
-            return
-        del _open[n[0]]
-        for key, (p, value) in old.items():
-            newer = next((each for each in _open[n[0] :] if key in each), None)
-            if newer is None:
-                _write([(p, value)])
-            else:
-                newer[key] = p, value
-
-
-def _write(values: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-    # Detached, it shares values and version. A Ctrl-C in `no_grad` could leave gradients off.
-    for p, value in values:
-        if value is not None:
-            p.detach().copy_(value.detach())
+def _new(name: str, module: nn.Module, p: nn.Parameter, f: Callable[..., Any]) -> Any:
+    """What `f` gives for one parameter."""
+    copied = p.detach().clone()
+    if getattr(f, "wants_hook", False):  # a ready-made edit asks for a name and a label
+        block = Block("select_params", keep="none")
+        new = f(module, copied, hook=Hook.of(module, block, name))
+    else:
+        new = f(module, copied)
+    if new is not None and (not isinstance(new, Tensor) or new.shape != p.shape):
+        raise HookError(
+            f"edit of the parameter '{name}': the replacement is {describe(new)}, the parameter is "
+            f"{describe(p)}. Return a tensor of that shape, or None to leave it."
+        )
+    return None if new is None else new.detach()
 
 
 def select_params(model: nn.Module, *what: Any) -> ParamSelection:
@@ -185,68 +142,38 @@ def select_params(model: nn.Module, *what: Any) -> ParamSelection:
     ['0.bias', '2.bias', '1.weight']
     """
     root = unwrap(check_module("select_params", model, "The model comes first."))
-    places = list(_places(root))
+    every = [
+        (join(name, key), module, p)
+        for name, module in root.named_modules(remove_duplicate=False)
+        for key, p in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
     found: dict[int, _Place] = {}
     for each in what or ["**"]:
-        for place in _matched(root, places, each):
+        for place in _matched(root, every, each):
             found.setdefault(id(place[2]), place)
-    return ParamSelection(found.values())
+    return ParamSelection(list(found.values()))
 
 
-def _places(root: nn.Module) -> Iterator[_Place]:
-    """Each parameter under each name; of a module in a shared one, under the first."""
-    for name, module, _ in walk(root):
-        for key, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield join(name, key), module, p
-        for key, child in submodules(module).items():
-            if is_parametrization(key, child):
-                for inner, p in child.named_parameters(join(name, key)):
-                    yield inner, module, p
-
-
-def _matched(root: nn.Module, places: list[_Place], what: Any) -> list[_Place]:
-    """The places that one selector matches."""
+def _matched(root: nn.Module, every: list[_Place], what: Any) -> list[_Place]:
+    """What one selector matches of `every` parameter."""
     if isinstance(what, list | tuple):
-        return [place for each in what for place in _matched(root, places, each)]
+        return [place for each in what for place in _matched(root, every, each)]
     if isinstance(what, str):
-        hits = _by_text(root, places, what)
+        globs = [glob(pattern) for pattern in expand(what)]
+        hits = [x for x in every if x[0] == what or any(g.fullmatch(f"{x[0]}.") for g in globs)]
     elif isinstance(what, re.Pattern):
-        hits = [place for place in places if what.search(place[0])]
+        hits = [x for x in every if what.search(x[0])]
     elif callable(what) and not isinstance(what, type | nn.Module):
         test = check_function("select_params", what, "name", "parameter", name="predicate")
-        hits = [(name, m, p) for name, m, p in places if test(name, p)]
+        hits = [x for x in every if test(x[0], x[2])]
     else:
         inside = {id(p) for m in select(root, what).values() for p in m.parameters()}
-        hits = [place for place in places if id(place[2]) in inside]
+        hits = [x for x in every if id(x[2]) in inside]
     if not hits:
+        names = [name for name, _, _ in every]
+        near = ", ".join(map(repr, nearest(str(what), names) or names[:3]))
         raise SelectionError(
-            f"no parameter matches {shown(what)}. select_params(model) has all of them."
+            f"no parameter matches {shown(what)}. Nearest: {near}. select_params(model) has all of "
+            f'them; those in a module "fc" are "fc.**".'
         )
     return hits
-
-
-def _by_text(root: nn.Module, places: list[_Place], text: str) -> list[_Place]:
-    patterns = [parts(pattern) for pattern in expand(text)]
-    hits = [x for x in places if any(_fits(words, x[0].split(".")) for words in patterns)]
-    owner, _, key = text.rpartition(".")
-    if not hits and (held := find(root, owner)) is not None:  # another name of a shared module
-        hits = [(text, held[1], p) for k, p in held[1].named_parameters(recurse=False) if k == key]
-    if hits or not places:
-        return hits
-    names = [name for name, _, _ in places]
-    near = nearest(text, names)
-    hint = f"{'Nearest' if near else 'Names are'}: {', '.join(map(repr, near or names[:3]))}. "
-    if find(root, text) is not None:
-        hint = f'It is a module: its parameters are "{join(text, "**")}". '
-    raise SelectionError(
-        f'no parameter matches "{text}". {hint}select_params(model) has all of them.'
-    )
-
-
-def _fits(words: list[str], keys: list[str]) -> bool:
-    """Whether the parts `words` of a glob match the parts `keys` of a name."""
-    if not words:
-        return not keys
-    if words[0] == "**":
-        return any(_fits(words[1:], keys[i:]) for i in range(len(keys) + 1))
-    return bool(keys) and fnmatchcase(keys[0], words[0]) and _fits(words[1:], keys[1:])

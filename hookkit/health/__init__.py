@@ -1,108 +1,110 @@
-"""Is this training healthy? `diagnose(run)` reads what was recorded and answers with reasons.
+"""Is this training healthy? `diagnose(run)` reads what was recorded, and says what it knows.
 
-One file for each subject, since rules are looked for by what they are about; what several read is
-in `reading`, `run_view` and `layer_order`. To add a rule, write a check under `@rule(…)` in the
-file of its subject and put it in `RULES`.
+    finding    `Finding`, `Diagnosis`: what was seen, and what was not judged.
+    view       A run as rules read it.
+    facts      Of the loss, the loop and the data.    weights  Of parameters.    values  Of values.
+    measures   What is a factor of ten away from healthy.
+    notes      What curves look like: never an alarm.
+    sensors    `Sensors`, which a loop holds: what is seen while it runs. Of it: `loss_graph`,
+               `kept_gradients`.
 
-Each rule says where its threshold is and who published it. None reports anything that was seen in
-one batch alone; the learning rate is judged by the majority of matrices, dead and unmoved by a
-single layer, saturation by module type, float16 by the dtype of each layer. How often they are
-right is measured by `benchmarks/diagnosis.py`, and on trainings of the kinds that people run by
-`benchmarks/verdicts.py`.
+A rule is a function of a `View` that yields findings under its own name. To add one, write it in
+the file of its subject, and put it into `RULES` with what it needs.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hookkit.health import (
-    activations,
-    attention,
-    batches,
-    collapse,
-    gradients,
-    inputs,
-    learning_rate,
-    loss,
-    loss_graph,
-    loss_input,
-    non_finite,
-    precision,
-    steps,
-    units,
-    unmoved,
-)
-from hookkit.health.diagnosis import SEVERITIES, Diagnosis, Finding, Rule
-from hookkit.health.reading import Missing
-from hookkit.health.run_view import RunView
+from hookkit.health import facts, measures, non_finite, notes, units, weights
+from hookkit.health.finding import LOSSES, Diagnosis, Finding
+from hookkit.health.view import View
 from hookkit.records import Record, Run, as_run
 
-__all__ = ["RULES", "Diagnosis", "Finding", "diagnose"]
+__all__ = ["RULES", "Diagnosis", "Finding", "Rule", "diagnose"]
 
-# causes before their consequences: among findings of one severity this order is kept
+
+@dataclass(frozen=True)
+class Rule:
+    """One question about a run.
+
+    Args:
+        ask: what answers it.
+        needs: what a run has to hold: `"losses"`, `"loss graph"`, `"parameters"`,
+            `"activations"`, `"units"`.
+    """
+
+    ask: Callable[[View], Iterator[Finding]]
+    needs: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """That of the function, and of what it finds."""
+        return self.ask.__name__
+
+
+_GRAPH, _PARAMS, _ACTS = ("loss graph",), ("parameters",), ("activations",)
+
 RULES: tuple[Rule, ...] = (
-    loss_graph.broadcast,
-    loss_graph.softmax_dim,
-    loss_graph.only_pulls,
-    loss_input.probabilities,
-    loss.below_zero,
-    steps.ascent,
-    precision.fp16_underflow,
-    unmoved.no_step,
-    unmoved.eval_mode,
-    unmoved.unmoved,
-    unmoved.unregistered,
-    unmoved.zero_init,
-    unmoved.constant_init,
-    gradients.grads_pile_up,
-    batches.constant_input,
-    batches.repeated_data,
-    batches.small_batch,
-    activations.dropout,
-    inputs.input_scale,
-    inputs.target_scale,
-    activations.bad_init,
-    gradients.clipping,
-    steps.momentum,
-    steps.weight_decay,
-    learning_rate.lr_too_high,
-    learning_rate.lr_too_low,
-    batches.unshuffled,
-    units.dead,
-    units.saturated,
-    unmoved.zero_gradient,
-    gradients.vanishing,
-    gradients.exploding,
-    non_finite.non_finite,
-    attention.attention_logits,
-    precision.fp16_range,
-    collapse.representation_collapse,
-    loss.initial_loss,
-    loss.not_learning,
-    loss.spikes,
-    loss.overfit,
+    Rule(facts.broadcast, _GRAPH),
+    Rule(facts.softmax_dim, _GRAPH),
+    Rule(facts.probabilities, _GRAPH),
+    Rule(facts.ascent, (LOSSES,)),
+    Rule(facts.below_zero, (LOSSES,)),
+    Rule(facts.no_step),
+    Rule(facts.grads_pile_up),
+    Rule(facts.constant_input, _ACTS),
+    Rule(facts.small_batch, _ACTS),
+    Rule(measures.fp16_underflow),
+    Rule(measures.input_scale, _ACTS),
+    Rule(measures.target_scale, (LOSSES,)),
+    Rule(weights.zero_init, _PARAMS),
+    Rule(weights.constant_init, _PARAMS),
+    Rule(measures.bad_init, _PARAMS),
+    Rule(measures.clipping, _PARAMS),
+    Rule(measures.momentum),
+    Rule(measures.weight_decay),
+    Rule(facts.dropout, _ACTS),
+    Rule(measures.lr_too_high, _PARAMS),
+    Rule(non_finite.non_finite),
+    Rule(weights.not_in_optimizer, _PARAMS),
+    Rule(weights.unregistered, _ACTS),
+    Rule(weights.no_gradient, _PARAMS),
+    Rule(weights.unmoved, _PARAMS),
+    Rule(facts.eval_mode),
+    Rule(facts.schedule_over, _PARAMS),
+    Rule(units.dead, (*_ACTS, "units")),
+    Rule(weights.zero_gradient, _PARAMS),
+    Rule(measures.lr_too_low, _PARAMS),
+    Rule(facts.repeated_data),
+    Rule(units.saturated, _ACTS),
+    Rule(notes.initial_loss, (LOSSES,)),
+    Rule(notes.vanishing, _PARAMS),
+    Rule(notes.exploding, _PARAMS),
+    Rule(notes.overfit),
+    Rule(notes.not_learning, (LOSSES,)),
 )
+"""Causes before what they bring about: alarms are read in this order."""
 
 
 def diagnose(run: Any) -> Diagnosis:
-    """What is wrong with this run: findings, the most severe first, with source, cause and a fix.
+    """What is wrong with this run: alarms, causes before their effects, then notes.
 
     Works from whatever was recorded (activations only, parameters only, losses only); what it
-    could not judge for lack of data is in `.unjudged`. Attention inside
-    `F.scaled_dot_product_attention` shows nothing of its logits: see `health/attention.py`.
+    could not judge for lack of data is in `.not_judged`, with the line that would record it.
 
     Args:
-        run: a Run, a Record, a Watcher, a Learner, or a recorder such as `ActivationStats`. From
-            `run.info` it uses, where present, `n_classes`, `loss_func` (its name), `lr`,
-            `weight_decay` and `momentum` (per parameter group), `maximize`, `dtype` (where the
-            records do not say), `output_is_probabilities` and `loss_input` (`"Softmax"` or
-            `"Sigmoid"`, if that is what makes the loss's input).
+        run: a Run, a Record, a Watcher, a Learner, or a recorder such as `ActivationStats`. The
+            facts of `run.info` that rules read are listed in `hookkit.health.sensors`; beside those
+            `loss_func`, `n_classes`, `lr`, `weight_decay`, `momentum`, `optimizer`, `maximize`,
+            `dtype`, `train_iter`, `nan_losses`.
 
     Returns:
-        The `Diagnosis`: prints as a list; `.healthy`, `.rules`, `.findings`.
+        The `Diagnosis`: prints as a list; `.healthy`, `.rules`, `.findings`, `.not_judged`.
 
     Raises:
         ArgumentError: nothing of this kind can be read from `run`.
@@ -110,89 +112,41 @@ def diagnose(run: Any) -> Diagnosis:
     Example:
         >>> import numpy as np
         >>> falling = 2.3 * np.exp(-np.arange(300) / 80)
-        >>> diagnose(Run(losses=falling))
-        0 layers, 300 steps: healthy (no parameters, no activations)
-        >>> flat = np.full(300, 2.3)
-        >>> diagnose(Run(losses=flat)).rules
-        ('not_learning',)
+        >>> diagnose(Run(losses=falling)).healthy
+        True
+        >>> diagnose(Run(losses=-falling, info={"loss_func": "MSELoss"})).rules
+        ('below_zero', 'not_learning')
     """
     run = as_run(run)
-    findings, unjudged = _judge(run)
-    types = {n: t for r in run.records for n, t in zip(r.names, r.types, strict=True)}
-    findings = [_with_types(_as_severe_as_its_effects(f, findings), types) for f in findings]
-    findings.sort(key=lambda f: (-SEVERITIES.index(f.severity), not _from_the_start(f)))
-    looked = run.activations or run.params or run.gradients
-    silent = _without_values(looked) if looked else ()
-    n_layers = len(looked.names) - len(silent) if looked else 0
-    kinds = tuple(types[name] for name in silent)
-    facts = (run.info, *(r.meta for r in run.records))
-    rank = next((str(known["rank"]) for known in facts if "rank" in known), "")
-    return Diagnosis(tuple(findings), n_layers, run.n_steps, tuple(unjudged), silent, kinds, rank)
-
-
-def _judge(run: Run) -> tuple[list[Finding], list[tuple[str, str]]]:
-    """The findings of all rules, in their order; and rules without what they need, with why."""
+    view = View(run)
     findings: list[Finding] = []
-    unjudged: list[tuple[str, str]] = []
-    view = RunView(run)
-    # Overflows are what rules judge. Warnings of medians of nothing are avoided, not caught: after
-    # `catch_warnings` Python repeats the user's own warnings that were shown once.
-    with np.errstate(all="ignore"):
+    missing: dict[str, list[str]] = {}
+    with np.errstate(all="ignore"):  # overflows are what rules judge
         for rule in RULES:
-            try:
-                for need in rule.needs:
-                    getattr(view, need)
-                findings += rule.check(view)
-            except Missing as why:
-                unjudged.append((rule.name, str(why)))
-    return findings, unjudged
+            if lacks := next(filter(None, map(view.lacks, rule.needs)), ""):
+                missing.setdefault(lacks, []).append(rule.name)
+            else:
+                findings += rule.ask(view)
+    findings.sort(key=lambda f: f.severity == "note")
+    looked = run.activations or run.params or run.gradients
+    not_judged = {what: tuple(rules) for what, rules in missing.items()}
+    n_layers = len(looked.names) if looked else 0
+    return Diagnosis(tuple(findings), n_layers, run.n_steps, not_judged, _remarks(run, looked))
 
 
-def _with_types(f: Finding, types: dict[str, str]) -> Finding:
-    """`f`, whose text names the layers' types too: `0 Conv2d`."""
-    return replace(f, types=tuple(types.get(name, "") for name in f.layers))
-
-
-def _without_values(record: Record) -> tuple[str, ...]:
-    """The layers of which no number was ever recorded."""
-    seen = np.zeros(len(record.names), np.bool_)
-    for values in record.values.values():
-        seen |= np.isfinite(values).any(axis=1)
-    return tuple(name for name, any_ in zip(record.names, seen, strict=True) if not any_)
-
-
-_BLOWS_UP = {"non_finite", "not_learning", "exploding"}
-
-_EFFECTS = {
-    "grads_pile_up": {"lr_too_high", "dead", "saturated", *_BLOWS_UP},
-    "input_scale": {
-        *("saturated", "dead", "zero_gradient", "vanishing", "representation_collapse"),
-        *_BLOWS_UP,
-    },
-    "bad_init": {"dead", "saturated", "lr_too_high", *_BLOWS_UP},
-    "target_scale": {"lr_too_high", *_BLOWS_UP},
-    "small_batch": {"lr_too_high", *_BLOWS_UP},
-    "momentum": {"lr_too_high", "dead", "saturated", *_BLOWS_UP},
-    "weight_decay": {"lr_too_high", "vanishing", "zero_gradient", "representation_collapse"},
-    "lr_too_high": {"dead", "saturated", "representation_collapse", *_BLOWS_UP},
-    "fp16_underflow": {"zero_gradient", "vanishing"},
-    "unshuffled": {"not_learning"},
-}
-"""A rule, and those that report what it causes."""
-
-
-def _as_severe_as_its_effects(f: Finding, findings: list[Finding]) -> Finding:
-    """A cause gets the severity of its worst effect, so that it is read before it.
-
-    What is exact gets that of the worst finding: it is so, whatever has been measured beside it.
-    """
-    exact = f.source.startswith("exact")
-    effects = [g.severity for g in findings if exact or g.rule in _EFFECTS.get(f.rule, ())]
-    worst = max([f.severity, *effects], key=SEVERITIES.index)
-    return f if f.severity == "note" else replace(f, severity=worst)
-
-
-def _from_the_start(f: Finding) -> bool:
-    """Whether it comes first among its severity: what was wrong before the first step."""
-    began = (f.rule == "non_finite" and f.steps[0] == 0, f.rule == "vanishing" and f.steps[1] == 0)
-    return any(began) or f.rule in ("constant_input", "input_scale", "bad_init", "dropout")
+def _remarks(run: Run, looked: Record | None) -> tuple[str, ...]:
+    """What the first line adds: layers without a value, the one rank that recorded it."""
+    said = []
+    if looked is not None and len(looked):
+        known = np.zeros(len(looked.names), bool)
+        for numbers in looked.values.values():
+            known |= np.isfinite(numbers).any(axis=1)
+        silent = [name for name, one in zip(looked.names, known, strict=True) if not one]
+        if silent:
+            some = ", ".join(silent[:3]) + ", …" * (len(silent) > 3)
+            said.append(f"{len(silent)} never gave a value ({some})")
+    known_facts = (run.info, *(record.meta for record in run.records))
+    rank = next((facts["rank"] for facts in known_facts if "rank" in facts), None)
+    if rank is not None:
+        said.append(f"{rank} alone; gather() on every rank merges all")
+    return tuple(said)

@@ -1,85 +1,214 @@
-"""Rules on what the loss's own operations show: facts, which need no statistics and no threshold.
+"""What the autograd graph of a loss shows: which of PyTorch's losses it is, and mistakes in it.
 
-The facts are read from the autograd graph of the first loss (`callbacks/loss_graph.py`); where no
-loss with a graph was seen, nothing is found.
+Builds on `autograd_graph`. Everything is read from operations and from the shapes of their results,
+never from values. A loss is looked at from its root down to the last layers of the model: what lies
+behind a layer is no part of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from hookkit.health.diagnosis import Finding, rule
-from hookkit.health.run_view import RunView
-
-_EXACT = "exact, by the operations of the loss"
-
-
-@rule(
-    threshold="n predictions and n targets of other shapes, which PyTorch makes n × n",
-    source=f"{_EXACT}; PyTorch, broadcasting semantics",
-    cause="predictions and targets of different shapes: each prediction is compared with every "
-    "target, so that the best the model can do is their mean",
-    fix="give both the same shape: loss_func(pred.squeeze(-1), target)",
-)
-def broadcast(run: RunView) -> Iterator[Finding]:
-    """(n, 1, …) compared with (n, …), or multiplied by it."""
-    if what := run.info.get("broadcast"):
-        yield broadcast.found("error", f"in the loss {what}", (), run.all_steps)
-    elif what := run.info.get("outer_product"):
-        what = f"in the loss {what}, of which all are added up"
-        yield _OUTER.found("note" if run.learns else "warning", what, (), run.all_steps)
-
-
-_OUTER = broadcast.but(
-    threshold="n numbers times n of another shape, which PyTorch makes n × n, and their mean",
-    cause="factors of different shapes, such as (n, 1) and (n,): each of one is multiplied by all "
-    "of the other, so that the result is the product of two means and no sample has its own",
-    fix="give both the same shape: log_probs.squeeze(-1) * rewards",
+from hookkit.autograd_graph import (
+    PARTS,
+    SAME_ORDER,
+    SAME_VALUES,
+    behind,
+    first_input,
+    only_input,
+    op_name,
+    shape_of,
+    softmax_dim,
+    takes_one,
 )
 
-
-@rule(
-    threshold="any dimension but that of the classes",
-    source=f"{_EXACT}; PyTorch, nll_loss: classes are dimension 1",
-    cause="a softmax that shares its probabilities among the samples (or places) and not among the "
-    "classes",
-    fix="use torch.nn.functional.cross_entropy on the scores, or torch.log_softmax(scores, dim=-1)",
+_LOSSES = {
+    "NllLoss": "nll_loss",
+    "NllLoss2D": "nll_loss",
+    "BinaryCrossEntropyWithLogits": "binary_cross_entropy_with_logits",
+    "BinaryCrossEntropy": "binary_cross_entropy",
+    "MseLoss": "mse_loss",
+    "HuberLoss": "huber_loss",
+    "SmoothL1Loss": "smooth_l1_loss",
+}
+_OF_LOGARITHMS = ("NllLoss", "NllLoss2D", "CtcLoss")
+_DIFFERENCES = ("MseLoss", "HuberLoss", "SmoothL1Loss", "Sub")
+_LAYERS = frozenset(
+    (
+        *("Addmm", "Mm", "Bmm", "Baddbmm", "Mv", "Convolution"),
+        *("NativeLayerNorm", "NativeBatchNorm", "Embedding", "EmbeddingBag"),
+    )
 )
-def softmax_dim(run: RunView) -> Iterator[Finding]:
-    """A softmax over another dimension than what reads it expects."""
-    if what := run.info.get("softmax_dim"):
-        what = f"the softmax before the loss is taken {what}"
-        yield softmax_dim.found("error", what, (), run.all_steps)
-    record = run.recorded.activations
-    if record is not None and (inside := record.meta.get("softmax_dim")):
-        what = f"{len(inside)} softmax{'es' * (len(inside) > 1)} inside the model, before a product"
-        what += f" with values, {'are' if len(inside) > 1 else 'is'} taken {inside[0]}"
-        severity = "error" if run.fails else "warning"
-        yield _NOT_OF_KEYS.found(severity, what, (), run.all_steps)
+_GIVES_SCORES = _LAYERS | {"Relu", "Gelu", "Silu", "Tanh"}
+"""Operations whose results are no logarithms of probabilities, since they can be above 0."""
+
+_CLAMPS = frozenset(("Clamp", "ClampMin", "ClampMax"))
+_SAME_KIND = SAME_VALUES | PARTS | _CLAMPS
+"""Operations that give probabilities if they are given some, and scores for scores."""
+
+_SUMS = frozenset(("Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Minimum", "Maximum", "Relu"))
 
 
-_NOT_OF_KEYS = softmax_dim.but(
-    threshold="over any dimension but the one over which the weighted values are added up",
-    source="exact, by the model's operations; Vaswani et al. 2017 (arXiv 1706.03762), eq. 1",
-    cause="attention whose weights are shared among the queries, the heads or the samples, and not "
-    "among the keys",
-    fix="use softmax(dim=-1) for weights that are multiplied as weights @ values, and dim=k for "
-    "(weights * values).sum(k)",
-)
+def loss_facts(root: Any) -> dict[str, Any]:
+    """What is known of the loss whose `grad_fn` is `root`, also after its backward pass.
+
+    Returns:
+        Of these, what applies:
+
+        loss_func: the function, if the loss is the mean of one of PyTorch's own.
+        minus_loss: the function, if the loss is minus that.
+        n_classes: the size of the classes' dimension, if that is a cross entropy.
+        loss_input: `"Softmax"` or `"Sigmoid"` where a loss that applies its own is given what one
+            of them gives; `"probabilities"` or `"scores"` where one that expects logarithms of
+            probabilities is given those.
+        softmax_dim: in words, where the softmax before the loss is not over the classes.
+        broadcast: in words, where one column is compared with, or multiplied by, each element of a
+            row, and only the mean or sum of all is used.
+
+    >>> import torch
+    >>> scores, y = torch.zeros(2, 3, requires_grad=True), torch.tensor([0, 2])
+    >>> loss_facts(torch.nn.functional.cross_entropy(scores.softmax(1)[:2], y).grad_fn)
+    {'loss_func': 'cross_entropy', 'n_classes': 3, 'loss_input': 'Softmax'}
+    """
+    facts = _identity(root)
+    terms = list(_terms(root))
+    averaged = {first_input(term) for term in terms if op_name(term) in ("Pow", "Abs", "Mul")}
+    for node in terms:
+        if _given_to_kl(node) in ("Softmax", "probabilities"):
+            facts["loss_input"] = "probabilities"
+        if op_name(node) == "Mul" and (shapes := _all_with_all(node)):
+            facts["broadcast"] = "{} is multiplied by {}, which makes {}".format(*shapes)
+    for node in _loss_nodes(root):
+        name = op_name(node)
+        if wrong := _wrong_input(node):
+            facts["loss_input"] = wrong
+        if name in _OF_LOGARITHMS and (dim := _wrong_dim(node)):
+            facts["softmax_dim"] = dim
+        compares = name in _DIFFERENCES and (name != "Sub" or node in averaged)
+        if compares and (shapes := _all_with_all(node)):
+            facts["broadcast"] = "{} is compared with {}, which makes {}".format(*shapes)
+    return facts
 
 
-@rule(
-    threshold="no target, no negatives and no stopped gradient in the loss",
-    source=f"{_EXACT}; Jing et al. 2022 (arXiv 2110.09348), on complete collapse",
-    cause="a loss that is best when the model gives the same for every sample",
-    fix="keep samples apart: compare with other samples of the batch too (F.cross_entropy of all "
-    "similarities), or detach() one side, behind a predictor or in a slow copy of the model",
-)
-def only_pulls(run: RunView) -> Iterator[Finding]:
-    """A loss that only pulls outputs together, whether or not they are alike already."""
-    if what := run.info.get("pulls"):
-        what = f"the loss only pulls together {what}, both of which get a gradient"
-        yield _COLLAPSE.found("error", what, (), run.all_steps)
+def _identity(root: Any) -> dict[str, Any]:
+    """`loss_func` or `minus_loss`, and `n_classes`."""
+    minus = op_name(root) == "Neg"
+    key, node = ("minus_loss", first_input(root)) if minus else ("loss_func", root)
+    node = _source(node, SAME_VALUES) if op_name(node) in SAME_VALUES else node
+    name = op_name(node)
+    # Private: `_saved_reduction`, the loss's `reduction` as its node keeps it (since 1.9); 1 is the
+    # mean. Without it a sum is taken for a mean.
+    if name in _LOSSES and getattr(node, "_saved_reduction", 1) == 1:
+        known = _LOSSES[name]
+        if known != "nll_loss":
+            return {key: known}
+        scores, shape = _source(node, SAME_VALUES), shape_of(first_input(node))
+        known = "cross_entropy" if op_name(scores) == "LogSoftmax" else known
+        classes = {"n_classes": shape[min(1, len(shape) - 1)]} if shape else {}
+        return {key: known, **classes}
+    inner = first_input(node) if name == "Mean" else None
+    if inner is not None and op_name(first_input(inner)) == "Sub":  # written by hand
+        # Private: `_saved_exponent` of a power, since 1.9. Without it such a loss has no name.
+        squared = op_name(inner) == "Pow" and getattr(inner, "_saved_exponent", 0) == 2
+        known = "mse_loss" if squared else "l1_loss" if op_name(inner) == "Abs" else ""
+        return {key: known} if known else {}
+    return {}
 
 
-_COLLAPSE = only_pulls.but(name="representation_collapse")
+def _loss_nodes(root: Any) -> Iterator[Any]:
+    """The operations between the model's last layers and the loss."""
+    todo, reached = [root], {root}
+    while todo:
+        node = todo.pop()
+        if op_name(node) not in _LAYERS:
+            yield node
+            inputs = {before for before, _ in node.next_functions if before is not None} - reached
+            reached |= inputs
+            todo += inputs
+
+
+def _terms(root: Any) -> Iterator[Any]:
+    """The operations whose results are only added, scaled and clipped on the way to the loss."""
+    todo, reached = [root], {root}
+    while todo:
+        node = todo.pop()
+        yield node
+        scaled = op_name(node) in ("Mul", "Div") and takes_one(node)
+        if scaled or op_name(node) in SAME_VALUES | _SUMS | _CLAMPS:
+            inputs = {before for before, _ in node.next_functions if before is not None} - reached
+            reached |= inputs
+            todo += inputs
+
+
+def _source(node: Any, through: frozenset[str], scaled: bool = False) -> Any:
+    """What made the first input of `node`, behind operations in `through` (and factors)."""
+    for before in behind(node):
+        by_factor = scaled and op_name(before) in ("Mul", "Div") and takes_one(before)
+        if op_name(before) not in through and not by_factor:
+            return before
+    return None
+
+
+def _kind(node: Any) -> str:
+    """`"Softmax"`, `"Sigmoid"` or `"scores"` for what a node gives; "" if it is none of them."""
+    name = op_name(node)
+    if name == "Softmax" or (name == "Exp" and op_name(first_input(node)) == "LogSoftmax"):
+        return "Softmax"
+    if name == "Add":  # of a bias, where a layer's input is not contiguous
+        name = op_name(_source(node, SAME_VALUES))
+    return "Sigmoid" if name == "Sigmoid" else "scores" if name in _GIVES_SCORES else ""
+
+
+def _wrong_input(node: Any) -> str:
+    """`loss_input` for one operation of a loss."""
+    name = op_name(node)
+    if name in _OF_LOGARITHMS:
+        given = _kind(_source(node, _SAME_KIND))
+        return "probabilities" if given in ("Softmax", "Sigmoid") else given
+    if name not in ("LogSoftmax", "BinaryCrossEntropyWithLogits"):
+        return ""
+    # divided by a temperature, as a distillation does
+    given = _kind(_source(node, _SAME_KIND, scaled=name == "LogSoftmax"))
+    return given if given in ("Softmax", "Sigmoid") else ""
+
+
+def _given_to_kl(total: Any) -> str:
+    """What `F.kl_div` is given as logarithms, if `total` is its sum or mean.
+
+    It computes t log(t) - t x. The first part of the difference needs no gradient.
+    """
+    parts = first_input(total)
+    if op_name(parts) != "Sub" or first_input(parts) is not None:
+        return ""
+    product = parts.next_functions[1][0]
+    given = only_input(product) if op_name(product) == "Mul" else None
+    return _kind(_source(given, _SAME_KIND) if op_name(given) in _SAME_KIND else given)
+
+
+def _wrong_dim(loss: Any) -> str:
+    """In words, if the softmax before a likelihood is not over the dimension of its classes."""
+    node = _source(loss, SAME_ORDER)  # beyond other operations dimensions may change places
+    shape, dim = shape_of(node), softmax_dim(node)
+    if op_name(node) != "LogSoftmax" or not shape or dim is None:
+        return ""
+    right = 1 if op_name(loss) == "NllLoss2D" else len(shape) - 1
+    dim %= len(shape)
+    return f"over dimension {dim} of {shape}" if dim != right else ""
+
+
+def _all_with_all(node: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of both operands and the result, if (n, 1, …) and (n, …) make (n, n, …).
+
+    One operand, the targets, needs no gradient: where both do, as in a ranking loss, all pairs are
+    meant. So they are where a dimension was added on purpose, as in x[:, None] - y.
+    """
+    before = only_input(node)
+    expands = op_name(before) == "Expand"
+    whole, before = (shape_of(before), first_input(before)) if expands else (shape_of(node), before)
+    given = shape_of(before)
+    n, rest = (given or (0,))[0], given[1:]
+    other = (n, *rest[1:]) if rest[:1] == (1,) else (n, 1, *rest)
+    pairs = (n, n, *(rest[1:] if rest[:1] == (1,) else rest))
+    wrong = n > 1 and whole == pairs and op_name(before) != "Unsqueeze"
+    return (given, other, whole) if wrong else ()

@@ -1,223 +1,129 @@
-"""The rule on NaN and Inf: where they begin, and whether data, a function or a step made them."""
+"""NaN and Inf: the first step, the first layer, and what made it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from hookkit.health import reading as read
-from hookkit.health.diagnosis import Finding, Rule, rule
-from hookkit.health.run_view import RunView
-from hookkit.records import Floats, Incident, Record
+from hookkit.health.finding import Finding
+from hookkit.health.view import ENOUGH, View, table
+from hookkit.records import Record
 
-# The share of batches without a loss that is too large to be odd ones (hookkit, chosen)
-OFTEN = 0.05
-# Sizes that grew so many times were on their way to overflow (hookkit, measured)
-HUGE = 100
+_CLIP = "clip gradients, torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+
+_ORIGINS = {
+    "data": (
+        "the data of that step, or what prepares them",
+        "check the batch, torch.isfinite(x).all(), and the code that loads and scales it",
+    ),
+    "function": (
+        "a function that is not finite there: log, sqrt or a division at 0, exp of a large number",
+        "keep its input away from 0, x.clamp(min=1e-8); FlightRecorder() finds where it begins",
+    ),
+    "growth": (
+        "values that grew until they overflowed: a rate that is too high, or a recurrence",
+        f"divide the learning rate by 10, and {_CLIP}",
+    ),
+    "gradient": (
+        "a derivative that is not finite (sqrt or a norm at 0), or an overflow in half precision",
+        "run the step under torch.autograd.set_detect_anomaly(True), which names the operation",
+    ),
+    "param": (
+        "a step that was too large, or gradients that were not finite",
+        f"divide the learning rate by 10, and {_CLIP}",
+    ),
+    "loss": (
+        "the loss itself: log or a division at 0 in it, or targets that are not finite",
+        "use a loss that takes scores, and check the targets: torch.isfinite(y).all()",
+    ),
+    "unknown": (
+        "log or a division at 0, overflow, or weights that a step has spoiled",
+        "record ParamStats() and FlightRecorder(), which find where it begins",
+    ),
+}
 
 
-@rule(
-    threshold="any NaN or Inf",
-    source="IEEE 754: both spread through every later sum",
-    cause="overflow, log or division by 0, or a learning rate that is too high",
-    fix="record FlightRecorder(), which finds where it begins; lower the learning rate, add an "
-    "eps, or clip gradients",
-)
-def non_finite(run: RunView) -> Iterator[Finding]:
-    """NaN or Inf: the first step, and the first layer in execution order."""
-    if run.recorded.incidents:
-        i = run.recorded.incidents[0]
-        what = f"the first non-finite {i.kind}{f' in {i.type}' if i.type else ''}"
-        what += f" was at step {i.step}" + f". {i.note.rstrip('.')}" * bool(i.note)
-        says = _of_incident(i)
-        yield says.found("error", what, filter(None, [i.name]), (i.step, i.step))
+def non_finite(run: View) -> Iterator[Finding]:
+    """NaN or Inf: the first step, the first layer in the order of execution, and where it began."""
+    if run.run.incidents:
+        yield _of_incident(run.run.incidents[0])
         return
-    seen = [r for r in run.recorded.records if "nonfinite" in r.values]
-    losses = run.recorded.losses
-    if not seen and losses is None and not run.info.get("nan_losses"):
-        raise read.Missing("no activations")
-    firsts = [f for r in seen if (f := _first_non_finite(r)) is not None]
-    broken = None if losses is None else _loss_breaks_at(losses)
+    firsts = [first for record in run.run.records if (first := _first(record)) is not None]
     if firsts:
-        yield _first_of(run, min(firsts, key=lambda f: f[2]), broken)
-    elif broken is not None:
-        what = f"the loss stops being a number at step {broken}"
-        says = non_finite
-        layers = run.recorded.activations
-        if layers is not None and _outlives(layers, broken):
-            what += ", and what the layers give stays finite"
-            says = _OVERFLOW if _grew(layers, broken) else _IN_LOSS
-        yield says.found("error", what, (), (broken, broken))
-    else:
-        n, of = run.info.get("nan_losses") or (0, 1)
-        if n > OFTEN * of:
-            what = f"the loss of {n} of {of} batches is NaN or Inf"
-            yield _OFTEN.found("error" if 2 * n > of else "warning", what, (), run.all_steps)
+        yield _of_record(run, *min(firsts, key=lambda first: first[1]))
+        return
+    lost, of = run.info.get("nan_losses") or (0, 1)
+    if run.broke is not None:
+        what, steps = "the loss stops being a number", (run.broke,)
+        yield Finding("non_finite", "error", what, *_ORIGINS["loss"], steps=steps)
+    elif lost > 0.05 * of:
+        what = f"the loss of {lost} of {of} batches is NaN or Inf"
+        yield Finding("non_finite", "warning", what, *_ORIGINS["loss"])
 
 
-def _first_of(run: RunView, first: tuple[Record, int, int], broken: int | None) -> Finding:
-    """The finding for the first non-finite record: a note if nothing came of it."""
-    record, row, step = first
-    kind = {"activation": "output", "gradient": "gradient", "param": "value"}[record.kind]
-    what = f"the {kind} of {record.names[row]} ({record.types[row]}) has NaN or Inf"
-    harmless = ""
-    if broken is None and record.kind != "activation" and _did_no_harm(run, record):
-        harmless = ", and weights, activations and loss stay finite"
-    elif step == record.steps[0] and broken is None and run.learns:
-        harmless = ", from the first step on, while the loss stays finite and falls"
-    says = _MASK if record.kind == "activation" else _SKIPPED
-    severity = "note" if harmless else "error"
-    if not harmless:
-        says, why = _origin(run, record, row, step)
-        what += why
-    return says.found(severity, what + harmless, [record.names[row]], (step, step))
-
-
-def _origin(run: RunView, record: Record, row: int, step: int) -> tuple[Rule, str]:
-    """Where the first non-finite values come from: the rule that says so, and what shows it."""
-    if record.kind == "gradient" and run.recorded.activations is not None:
-        return _BACKWARD, ", while what the layers give is still finite"
-    if record.kind != "activation" or not _weights_are_finite(run, record, step):
-        return non_finite, ""
-    if _grew(record, step):
-        return _OVERFLOW, ", after what the layers give grew more than 100-fold"
-    if row == 0:
-        return _DATA, ", the first layer that was recorded, while its weights are finite"
-    return _FUNCTION, ", while all before it and its own weights are finite"
-
-
-def _weights_are_finite(run: RunView, record: Record, step: int) -> bool:
-    """Whether no step before `step`, where an activation is not finite, can have spoiled weights.
-
-    `step` is the first of all, or parameters were recorded in the step before: those that were
-    not finite then would be what began.
-    """
-    before, params = record.steps[record.steps < step], run.recorded.params
-    if not len(before) or params is None:
-        return not len(before)
-    seen = params.steps[params.steps < step]
-    return bool(len(seen) and seen[-1] >= before[-1])
-
-
-def _grew(record: Record, step: int) -> bool:
-    """Whether the largest RMS of all layers grew, up to this step, as `_is_huge` says."""
-    rms = record.values.get("rms", np.zeros((1, len(record))))[:, record.steps <= step]
-    return _is_huge(np.where(np.isfinite(rms), rms, 0.0).max(axis=0, initial=0.0))
-
-
-def _is_huge(sizes: Floats) -> bool:
-    """Whether the last of the sizes is more than a hundred times the first."""
-    sizes = read.known(sizes)
-    return bool(len(sizes) > 1 and sizes[-1] > HUGE * sizes[0] > 0)
-
-
-def _outlives(record: Record, step: int) -> bool:
-    return bool(len(record) and "nonfinite" in record.values and record.steps[-1] >= step)
-
-
-def _of_incident(i: Incident) -> Rule:
-    """What an incident of `FlightRecorder` shows of its cause; its notes are its own words."""
-    if i.kind == "loss":
-        return _IN_LOSS
-    if i.kind == "gradient":
-        return _BACKWARD
+def _of_incident(i: Any) -> Finding:
+    what = f"the first non-finite {i.kind}{f' in {i.type}' * bool(i.type)}"
+    what += f". {i.note.rstrip('.')}" * bool(i.note)
+    origin = {"loss": "loss", "gradient": "gradient", "activation": "function"}.get(i.kind)
     if "model's input was not finite" in i.note:
-        return _DATA
+        origin = "data"
     if "spoiled" in i.note:
-        return _SPOILED
-    if i.kind != "activation" or not i.note:
-        return non_finite
-    return _OVERFLOW if _is_huge(i.history.get(i.name, np.zeros(0))) else _FUNCTION
+        origin = "param"
+    layers = (i.name,) if i.name else ()
+    return Finding("non_finite", "error", what, *_ORIGINS[origin or "unknown"], layers, (i.step,))
 
 
-_CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
-
-_DATA = non_finite.but(
-    cause="the data, or a function that prepares them, rather than the learning rate",
-    fix="check the batch of that step, torch.isfinite(x).all(), and the code that loads it and "
-    "scales it (a division by a standard deviation of 0, say)",
-)
-
-_SPOILED = non_finite.but(
-    cause="a step that made the weights NaN or Inf: a learning rate that is too high, or gradients "
-    "that were not finite",
-    fix=f"divide the learning rate by 10, and clip gradients before each step: {_CLIP}",
-)
-
-_FUNCTION = non_finite.but(
-    cause="a function that is not finite there: log, sqrt or a division at 0, or exp of something "
-    "large",
-    fix="look at what runs in this layer and just before it, and keep it away from 0: "
-    "x.clamp(min=1e-8), or an eps",
-)
-
-_OVERFLOW = non_finite.but(
-    cause="values that grew until they overflowed: a learning rate that is too high, or a "
-    "recurrence",
-    fix=f"divide the learning rate by 10, and clip gradients before each step: {_CLIP}",
-)
-
-_IN_LOSS = non_finite.but(
-    cause="the loss itself: log or a division at 0 in it, or targets that are not finite",
-    fix="use a loss that takes scores (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss), and check the "
-    "targets: torch.isfinite(y).all()",
-)
-
-_OFTEN = _IN_LOSS.but(
-    threshold="5 % of the batches",
-    source="hookkit, chosen: a scaler or a caller that leaves such batches out learns from fewer",
-)
-
-_BACKWARD = non_finite.but(
-    cause="a derivative that is not finite: sqrt or a norm at 0, a division; or an overflow in "
-    "half precision",
-    fix="run such a step under torch.autograd.set_detect_anomaly(True), which names the operation; "
-    "in float16 use torch.amp.GradScaler",
-)
-
-_MASK = non_finite.but(
-    cause="a deliberate mask of -inf, most likely", fix="nothing, if it is a mask"
-)
-
-_SKIPPED = non_finite.but(
-    cause="steps that a GradScaler skips while it looks for its scale, most likely",
-    fix="nothing, if they are few",
-)
+def _of_record(run: View, record: Record, step: int, row: int) -> Finding:
+    """The finding for the first record with NaN or Inf: a note if nothing came of it."""
+    kind = {"activation": "output", "gradient": "gradient", "param": "value"}[record.kind]
+    what, at = f"the {kind} of {record.labels[row]} has NaN or Inf", ((record.names[row],), (step,))
+    if run.broke is None and record.kind != "activation" and _did_no_harm(run, record):
+        what += ", and weights and outputs stay finite"
+        cause = "steps that a GradScaler skips while it looks for its scale"
+        return Finding("non_finite", "note", what, cause, "nothing, if they are few", *at)
+    if run.broke is None and run.falls and step == record.steps[0]:
+        what += ", from the first step on, while the loss falls"
+        return Finding("non_finite", "note", what, "a mask of -inf", "nothing, if it is one", *at)
+    origin = _origin(run, record, step, row) if record.kind == "activation" else record.kind
+    return Finding("non_finite", "error", what, *_ORIGINS[origin], *at)
 
 
-def _did_no_harm(run: RunView, record: Record) -> bool:
-    """Whether weights and activations stay finite: a fused optimizer skipped those steps."""
-    activations, params = run.recorded.activations, run.recorded.params
-    own = np.nan_to_num(record.values["nonfinite"][:, -read.MIN_RECORDS :]) > 0
-    if (activations is None and params is None) or own.any(axis=0).all():
-        return False
-    if activations is not None and _first_non_finite(activations) is not None:
-        return False
-    weights = None if params is None else params.values.get("weight_norm")
-    if weights is None:
-        return True
-    ever, at_last = np.isfinite(weights).any(axis=1), np.isfinite(weights[:, -1])
-    return bool((at_last | ~ever).all())
+def _origin(run: View, record: Record, step: int, row: int) -> str:
+    """Where the first output that is not finite comes from."""
+    p = run.params
+    before = record.steps < step
+    rms = np.where(np.isfinite(table(record, "rms")), table(record, "rms"), 0)[:, before].max(
+        axis=0, initial=0
+    )
+    if len(rms) > 1 and rms[-1] > 100 * rms[0] > 0:
+        return "growth"
+    fine = not before.any() or (
+        p is not None and len(p) and np.isfinite(table(p, "weight_norm")[:, p.steps <= step]).all()
+    )
+    if not fine:
+        return "unknown"
+    is_first = row in run.given_data() or row == 0
+    return "data" if is_first else "function"
 
 
-def _first_non_finite(record: Record) -> tuple[Record, int, int] | None:
-    """The earliest record with a non-finite value: the row where it began, and the step."""
-    if "nonfinite" not in record.values:
-        return None
-    bad = np.nan_to_num(record.values["nonfinite"]) > 0
+def _first(record: Record) -> tuple[Record, int, int] | None:
+    """The earliest record with a non-finite value: its step, and the row where it began."""
+    bad = np.nan_to_num(table(record, "nonfinite")) > 0
     if not bad.any():
         return None
-    at = int(bad.any(0).argmax())
-    which = np.flatnonzero(bad[:, at])
-    row = which[-1] if record.kind == "gradient" else which[0]  # backward runs from the end
-    return record, int(row), int(record.steps[at])
+    at = int(bad.any(axis=0).argmax())
+    rows = np.flatnonzero(bad[:, at])
+    row = rows[-1] if record.kind == "gradient" else rows[0]  # backward runs from the end
+    return record, int(record.steps[at]), int(row)
 
 
-def _loss_breaks_at(losses: Floats) -> int | None:
-    """The step from which on a loss that was known is no number."""
-    if not np.isfinite(losses).any():
-        return None
-    if read.stops_being_a_number(losses):
-        return int(np.flatnonzero(np.isfinite(losses))[-1]) + 1
-    return int(np.isinf(losses).argmax()) if np.isinf(losses).any() else None
+def _did_no_harm(run: View, record: Record) -> bool:
+    """Whether outputs and weights stay finite, and so do gradients in some of the last records."""
+    a, p = run.acts, run.params
+    bad = np.nan_to_num(table(record, "nonfinite"))[:, -ENOUGH:] > 0
+    if (a is None and p is None) or bad.any(axis=0).all() or (a is not None and _first(a)):
+        return False
+    weights = np.zeros((1, 1)) if p is None or not len(p) else table(p, "weight_norm")
+    return bool((np.isfinite(weights[:, -1]) | ~np.isfinite(weights).any(axis=1)).all())

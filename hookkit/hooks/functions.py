@@ -1,101 +1,297 @@
-"""Hooks on the calls of torch functions: `hook_function`, and `FunctionHooks`, which it returns.
+"""Hooks on the calls of torch functions, for what no module computes: fused attention, a softmax.
 
-How calls are seen, and run as calls of modules, is in `function_calls`.
+A `TorchFunctionMode` sees each call of a torch function in its thread while it is on. A wanted one
+runs as the call of a small module, so storing, gradients and edits are those of modules. Which
+module made the call is read from the stack. A function is known by its name without underscores,
+so its forms are one: `F.relu`, `torch.relu_`, `x.relu`; `+` is `add`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from inspect import currentframe
+from pathlib import Path
+from types import FunctionType, TracebackType
+from typing import Any, Self
 
 import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from hookkit.checks import check_flag
-from hookkit.errors import HookError, OptionError
+from hookkit.checks import check_flag, kind_of
+from hookkit.errors import ArgumentError, HookError, HookkitWarning, NeverFiredWarning, OptionError
+from hookkit.hooks.attach import check_hookable, graph_task
 from hookkit.hooks.block import Block
-from hookkit.hooks.capture import Capture
-from hookkit.hooks.collection import Hooks
-from hookkit.hooks.function_call import FunctionCall
-from hookkit.hooks.function_calls import FunctionCalls, Within, modules_within
-from hookkit.hooks.snapshot import Kind, Options
-from hookkit.interrupts import uninterrupted
+from hookkit.hooks.collection import Hooks, Modules, named_modules_of
+from hookkit.hooks.hook import Hook
+from hookkit.modules import unwrap
+from hookkit.selecting import select
 
-KINDS: dict[tuple[bool, bool], Kind] = {
-    (False, False): "forward",
-    (True, False): "pre",
-    (False, True): "grad",
-    (True, True): "pre_grad",
+Within = nn.Module | Modules | None
+_OPERATORS = {
+    "truediv": "div",
+    "floordiv": "floor_divide",
+    "mod": "remainder",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "invert": "bitwise_not",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
 }
-"""What is hooked, by `inputs` and `grad`."""
+# Functions of Python inside which calls count: a checkpoint runs the model again in a backward.
+_OPEN = frozenset(("backward", "grad", "multi_head_attention_forward"))
+_HOME = str(Path(__file__).parents[1])
 
 
-class FunctionHooks(Hooks):
-    """Hooks on the calls of torch functions: a `Hook` for each call, in the order of the calls.
+def plain_name(f: Any) -> str:
+    """The name that the forms of a function share.
+
+    >>> [plain_name(f) for f in (torch.relu_, Tensor.__iadd__, Tensor.__rsub__, Tensor.__matmul__)]
+    ['relu', 'add', 'sub', 'matmul']
+    """
+    name: str = getattr(f, "__name__", "").partition(".")[0]  # of an operator: relu.default
+    if not name.startswith("__"):
+        return name.rstrip("_")
+    name = name.strip("_")
+    if name[0] in "ir" and hasattr(Tensor, f"__{name[1:]}__"):
+        name = name[1:]
+    return _OPERATORS.get(name, name)
+
+
+class FunctionCall(nn.Module):
+    """The call of a torch function, as a module.
+
+    Attributes:
+        name: of the call: `blocks.3.attn/softmax:0`.
+        function: what was called.
+        owner: the module of `within` that called it; None without.
+    """
+
+    def __init__(self, name: str, owner: nn.Module | None) -> None:
+        super().__init__()
+        self.name, self.function = name, None
+        self.__dict__["owner"] = owner  # not as a child
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function gives."""
+        function: Any = self.function
+        return function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class FunctionHooks(Hooks, TorchFunctionMode):
+    """A `Hook` for each call of a torch function, in the order of the calls.
 
     Made by `hook_function` and `edit_function`; `Hooks` in all that reads. It is on inside its
     `with` only; entering it again begins with no calls.
+
+    Attributes:
+        numbered: each call has a hook, named with its number in its module; without it all calls
+            in one module share a hook.
     """
 
-    _calls: FunctionCalls | None = None  # of a copy: it has none
-    _on = False
-    _captures: list[Capture]
-
     def __init__(
-        self, functions: Iterable[Any], within: Within, options: Options, numbered: bool = True
+        self, functions: Iterable[Any], within: Within, block: Block, numbered: bool = True
     ) -> None:
-        self._block, self._captures = Block(options), []
-        named = modules_within(options.who, within)
-        self._calls = FunctionCalls(functions, named, self._block, None, numbered)
+        TorchFunctionMode.__init__(self)
+        functions = list(functions)
+        for f in functions:
+            _check_torchs(block.who, f)
+        self.switch, self.hooks, self.numbered, self.on = block, [], numbered, False
+        self.wanted = {plain_name(f) for f in functions}
+        self.within = None if within is None else _names_of(block, within)
+        self._reset()
 
-    def _begin(self, call: FunctionCall) -> None:
-        """Puts a hook on a new call."""
-        capture = Capture(call, self._block, call.name)
-        call.put(capture.placed(first=False))
-        self._captures.append(capture)
-        self._hooks = None
+    def _reset(self) -> None:
+        self.hooks, self.calls = [], dict[str, FunctionCall]()
+        self.counts, self.heads = Counter[str](), dict[str, int]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by PyTorch in the place of `func`; the mode is off meanwhile."""
+        kwargs = kwargs or {}
+        name = plain_name(func)
+        if name in _OPEN and name not in self.wanted and isinstance(func, FunctionType):
+            with _pushed(self):
+                return _undispatched(func)(*args, **kwargs)
+        if name not in self.wanted or not self.switch.on or _is_hookkits():
+            return func(*args, **kwargs)
+        edit, again = self.switch.edit, graph_task() != -1  # a checkpoint runs it again
+        where = self._where(again) if edit or not again else None
+        if where is None:
+            return func(*args, **kwargs)
+        if edit and (
+            func.__name__.endswith("_") or kwargs.get("inplace") or kwargs.get("out") is not None
+        ):
+            raise HookError(
+                f"{self.switch.who}: {func.__name__} writes its result into a tensor that it is "
+                "given (in place, or out=), where an edit has no effect. Edit what is computed "
+                "from it, or the layer around it."
+            )
+        if name == "scaled_dot_product_attention":
+            self._see_heads(where[0], args[0] if args else kwargs["query"])
+        call = self._called(name, *where)
+        call.function = func
+        return call(*args, **kwargs)
+
+    def _where(self, again: bool) -> tuple[str, nn.Module | None] | None:
+        """The innermost module of `within` that runs, with its name; None if none does."""
+        if self.within is None:
+            return "", None
+        frame, inside = currentframe(), False
+        while frame is not None:
+            # Private: `Module._call_impl` runs hooks and forward (since 1.7): its frame has the
+            # module. Under another name no call would count within a module.
+            if frame.f_code.co_qualname == "Module._call_impl":
+                module, inside = frame.f_locals["self"], True
+                if id(module) in self.within:
+                    return self.within[id(module)], module
+            frame = frame.f_back
+        if again and not inside:
+            raise HookError(
+                f"{self.switch.who}: a checkpoint of a function runs it again, and which module "
+                "that is for is not known. Checkpoint a module, or leave out within=."
+            )
+        return None
+
+    def _called(self, name: str, where: str, owner: nn.Module | None) -> FunctionCall:
+        """What runs this call: a new one, unless its name was there before."""
+        full = f"{where}/{name}" if where else name
+        if self.numbered:
+            n = self.counts[full]
+            self.counts[full] += 1
+            full = f"{full}:{n}"
+        if full not in self.calls:
+            call = self.calls[full] = FunctionCall(full, owner)
+            hook = Hook.of(call, self.switch, full)
+            self.hooks.append(hook)
+            hook._put()
+        return self.calls[full]
+
+    def _see_heads(self, where: str, query: Tensor) -> None:
+        """Warns once where attention is called with another number of heads than before."""
+        heads = query.shape[-3] if query.dim() > 2 else 1
+        if self.heads.setdefault(where, heads) == heads or self.switch.warned:
+            return
+        self.switch.warned = True
+        warnings.warn(
+            f"{self.switch.who}: attention in {where or 'the model'} was called with "
+            f"{self.heads[where]} heads, and now with {heads}: grouped queries are packed (as "
+            "transformers does in generate), so a head's number means another one here. Use the "
+            "input of the output projection instead: edit_input(…o_proj, …).",
+            HookkitWarning,
+            stacklevel=4,
+        )
 
     @property
     def removed(self) -> bool:
         """Whether it is off, as it is outside of its `with`."""
-        return not self._on
+        return not self.on
 
-    @uninterrupted
-    def _register(self) -> None:
-        if self._calls is None:
-            who = self._block.options.who
-            raise HookError(f"{who}: a copy of function hooks cannot be entered. Make new ones.")
-        if self._on:
-            return
-        self._captures, self._hooks, self._next = [], None, None
-        self._calls.reset()
-        self._calls.begin = self._begin
-        self._on = True
-        self._calls.turn_on()
+    def __enter__(self) -> Self:
+        try:
+            if not self.on:
+                self._reset()
+            self.switch.enter(())
+            TorchFunctionMode.__enter__(self)  # type: ignore[no-untyped-call]
+            self.on = True
+        except BaseException:
+            self.switch.leave()
+            raise
+        return self
 
-    def _remove(self) -> None:
-        self._on = False
-        if self._calls is not None:
-            self._calls.turn_off()
-            self._calls.begin = None  # each would hold the other, and what is stored
-            super()._remove()
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> bool:
+        self.on = self.switch.depth > 1
+        try:
+            TorchFunctionMode.__exit__(self, kind, e, tb)  # type: ignore[no-untyped-call]
+        finally:
+            ended = Hooks.__exit__(self, kind, e, tb)
+        if e is None and not self.hooks:
+            self._warn_of_nothing()
+        return ended
 
-    def _missed(self, waiting: Any) -> str:
-        if self._captures or self._calls is None:
-            return super()._missed(waiting)
-        return f"{self.never_called()} Run the model inside the block, or hook one that it calls."
+    def _warn_of_nothing(self) -> None:
+        warnings.warn(self.never_called(), stacklevel=3, category=NeverFiredWarning)
 
     def never_called(self) -> str:
-        """In words: that no call was seen, and which other functions were called."""
-        assert self._calls is not None
-        names = {getattr(f, "__name__", "__get__") for f in self._calls.others}
-        others = sorted(names - {"__get__", "__set__"})
-        seen = f" Called were {', '.join(others[:12])}{', …' * bool(others[12:])}." * bool(others)
-        wanted = " or ".join(dict.fromkeys(self._calls.names.values()))
-        where = "inside the block" if self._calls.within is None else "within these modules"
-        return f"{self._block.options.who}: {wanted} was never called in this thread {where}.{seen}"
+        """In words: that no call was seen."""
+        where = "inside the block" if self.within is None else "within these modules"
+        return (
+            f"{self.switch.who}: {' or '.join(sorted(self.wanted))} was never called in this thread"
+            f" {where}. Run the model inside the block, or hook a function that it calls."
+        )
+
+    def __reduce__(self) -> Any:
+        raise HookError(f"{self.switch.who}: hooks on functions cannot be copied. Make new ones.")
 
     def __repr__(self) -> str:
         return f"Function{super().__repr__()}"
+
+
+@contextmanager
+def _pushed(mode: TorchFunctionMode) -> Iterator[None]:
+    """Has `mode` see calls that are made inside of one that it sees."""
+    TorchFunctionMode.__enter__(mode)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        TorchFunctionMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
+
+
+@lru_cache(16)
+def _undispatched(func: FunctionType) -> FunctionType:
+    """`func`, a Python function of torch, without its question whether a mode wants to see it."""
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    home = {**func.__globals__, **dict.fromkeys(names, lambda *_: False)}
+    again = FunctionType(func.__code__, home, func.__name__, func.__defaults__, func.__closure__)
+    again.__kwdefaults__ = func.__kwdefaults__
+    return again
+
+
+def _is_hookkits() -> bool:
+    """Whether hookkit itself makes this call, beside the model."""
+    file = sys._getframe(2).f_code.co_filename
+    return file.startswith(_HOME) and file != __file__
+
+
+def _check_torchs(who: str, f: Any) -> None:
+    """Raises unless `f` looks like a function of torch."""
+    home = (getattr(f, "__module__", None) or "torch").partition(".")[0]
+    if callable(f) and not isinstance(f, (nn.Module, type)) and plain_name(f) and home == "torch":
+        return
+    what = f"{home}.{f.__name__}" if hasattr(f, "__name__") else kind_of(f)
+    raise ArgumentError(
+        f"{who}: f must be a function of torch, such as F.softmax, torch.Tensor.add or "
+        f"torch.matmul; found {what}, of which PyTorch reports no calls. Modules are hooked with "
+        "hook_output."
+    )
+
+
+def _names_of(block: Block, within: Any) -> dict[int, str]:
+    """The modules of `within` by id, each with its name: of one module all that are in it."""
+    if isinstance(within, nn.Module):  # scripted modules run no Python hooks
+        found = {"": unwrap(within), **select(within)}
+        within = {n: m for n, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
+    names = dict[int, str]()
+    for i, (name, m, leaf) in enumerate(named_modules_of(within, block.who)):
+        check_hookable(m, block.who)
+        block.positions |= name is None
+        if leaf:
+            raise OptionError(
+                f'{block.who}: within takes modules, and "{name}" selects a part of an output. '
+                f"Leave out {leaf}."
+            )
+        names.setdefault(id(m), str(i) if name is None else name)
+    return names
 
 
 def hook_function(
@@ -108,9 +304,7 @@ def hook_function(
     *,
     inputs: bool = False,
     hook: Callable[..., Any] | None = None,
-    clone: bool | None = None,
-    dtype: torch.dtype | None = None,
-    retain_grad: bool = False,
+    clone: bool = True,
 ) -> FunctionHooks:
     """Stores what each call of the torch function `f` returns, for the time of a `with`.
 
@@ -120,22 +314,20 @@ def hook_function(
 
     The same function counts however it is reached: from `torch`, `torch.nn.functional` or as a
     method of a tensor (`F.softmax`, `torch.softmax`, `x.softmax`), in place (`relu_`), as an
-    operator (`@` is `matmul`, `+` and `+=` are `add`), by an alias (`torch.concat` is `torch.cat`),
-    and as an operation of an exported program (`torch.ops.aten.relu`). A call that a torch function
-    written in Python makes counts too, as that of `F.scaled_dot_product_attention` in
-    `nn.MultiheadAttention`; one that C++ makes does not.
+    operator (`@` is `matmul`, `+` and `+=` are `add`), and as an operation of an exported program.
+    Calls that a torch function makes inside itself do not count (but those in
+    `nn.MultiheadAttention` do), nor do aliases under another name (`torch.concat`).
 
     Compiled models run eagerly in the block, other threads are not seen, and PyTorch's fused
-    `nn.TransformerEncoderLayer` is off; where it would have run, a warning says so once. Of blocks
-    inside each other the innermost is nearest to the caller: it sees what an edit around it gave.
-    Calls that a checkpoint repeats are not stored.
+    `nn.TransformerEncoderLayer` is off. Of blocks inside each other the innermost is nearest to the
+    caller: it sees what an edit around it gave. Calls that a checkpoint repeats are not stored.
 
     Args:
         f: a function of torch, a method of `torch.Tensor`, or an operator of `torch.ops`.
         within: counts calls made while one of these modules runs, and names them by the innermost:
             one module (all modules in it), or several, as `select` gives them. None counts every
             call in the block, without a module's name.
-        detach, cpu, grad, gather, clone, dtype, retain_grad: as for `hook_output`.
+        detach, cpu, grad, gather, clone: as for `hook_output`.
         inputs: stores what the function was called with, as `Inputs`, or the gradients of that.
         hook: `hook(call, inputs, output)`, or of one argument, gives what to store in place of the
             output (with `inputs=True`: `hook(call, inputs)`); `call.function` is the function.
@@ -144,12 +336,9 @@ def hook_function(
         `FunctionHooks`, to be entered. The calls of the last `with` stay readable after it.
 
     Raises:
-        ArgumentError: PyTorch reports no calls of `f`, as of every function that is not its own;
-            or `within` holds no modules.
+        ArgumentError: `f` is no function of torch; or `within` holds no modules.
 
-    >>> from torch import nn
     >>> import torch.nn.functional as F
-    >>> from hookkit.selecting import select
     >>> net = nn.TransformerEncoderLayer(8, 2, batch_first=True)
     >>> with hook_function(F.scaled_dot_product_attention, within=select(net, "self_attn")) as h:
     ...     y = net(torch.randn(1, 5, 8))
@@ -157,13 +346,16 @@ def hook_function(
     (('self_attn/scaled_dot_product_attention:0',), torch.Size([1, 2, 5, 4]))
     """
     who = "hook_function"
-    inputs = check_flag(who, "inputs", inputs)
-    kind = KINDS[inputs, check_flag(who, "grad", grad)]
+    kind = function_kind(who, inputs, grad)
     if hook is not None and kind.endswith("grad"):
         raise OptionError(
             "hook_function: hook= is for values, not for gradients. Leave out grad=True, or read "
             "the gradients from .stored."
         )
-    how = (detach, cpu, gather)
-    o = Options(who, kind, hook, *how, clone=clone, dtype=dtype, retain_grad=retain_grad)
-    return FunctionHooks([f], within, o)
+    return FunctionHooks([f], within, Block(who, kind, hook, detach, cpu, gather, clone=clone))
+
+
+def function_kind(who: str, inputs: Any, grad: Any) -> str:
+    """What is hooked, by `inputs` and `grad`."""
+    inputs, grad = check_flag(who, "inputs", inputs), check_flag(who, "grad", grad)
+    return ("pre_grad" if inputs else "grad") if grad else ("pre" if inputs else "forward")

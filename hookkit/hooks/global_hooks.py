@@ -1,142 +1,60 @@
-"""Hooks that are not on chosen modules: on one tensor, or on every module.
-
-`hook_tensor` stores the gradient of one tensor, `hook_all` calls a function at each call of every
-module of the process, and `print_sizes` prints the shapes that go through a whole model.
+"""Hooks that are not on chosen modules: on one tensor, on every module, on a model to print sizes.
 
 `hook_all` uses PyTorch's global hooks. While they are on, each call of every module costs about
-1 µs more, so use it to look at a model, not in training. The file is longer than 300 lines, since
-two of the three functions have their class beside them, and none of them is large.
+1 µs more, so use it to look at a model, not in training.
 """
 
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from threading import Lock, local
-from typing import Any, Self, TextIO
-from weakref import ref
+from collections.abc import Callable
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
-from hookkit import ranks
 from hookkit.checks import check_flag, check_function, check_module, kind_of
-from hookkit.errors import ArgumentError, HookError, OverwrittenWarning
+from hookkit.errors import ArgumentError, HookError
+from hookkit.hooks.attach import called, recomputing
 from hookkit.hooks.block import Block, Registered
 from hookkit.hooks.collection import Hooks
-from hookkit.hooks.entries import (
-    HookEntry,
-    Placed,
-    called,
-    in_thread,
-    is_compiling,
-    is_tracing,
-    recomputing,
-)
-from hookkit.hooks.snapshot import Options, Snapshotter, StoredValue
-from hookkit.hooks.views import ViewGradient, listen
-from hookkit.interrupts import block, uninterrupted
+from hookkit.hooks.snapshot import store
+from hookkit.modules import unwrap
 from hookkit.nested import Inputs, describe, tmap
-from hookkit.selecting import select, unwrap
-
-# Private: `_global_forward_hooks_with_kwargs` of torch.nn.modules.module, which notes the global
-# hooks that take keyword inputs (since 2.0). The public handle's `remove()` leaves the note behind,
-# and torch.compile then warns of a global hook that is gone. Without the dict nothing is done, and
-# that warning stays.
-_with_kwargs: dict[int, bool] = getattr(
-    torch.nn.modules.module, "_global_forward_hooks_with_kwargs", {}
-)
+from hookkit.selecting import select
 
 
-class TensorHook(Registered):
+class TensorHook:
     """The gradient of one tensor: `stored` after each backward, None before. See `hook_tensor`."""
 
-    removed = False
+    def __init__(self, t: Tensor, block: Block) -> None:
+        self.stored: Tensor | None = None
+        self._handle = t.register_hook(lambda grad: self._store(grad, block))  # type: ignore[no-untyped-call]
 
-    def __init__(self, t: Tensor, options: Options) -> None:
-        self._block, self._kept = Block(options), None
-        self.shape = t.shape
-        self._handle = listen(t, _weakly(ref(self)))
+    def _store(self, grad: Tensor, block: Block) -> None:
+        self.stored = store(grad, block)
 
-    _kept: StoredValue | None
-
-    @property
-    def stored(self) -> Tensor | None:
-        """The gradient of the last backward pass, detached; None before the first.
-
-        Warns if none could be stored, since the tensor has another node in the graph by now.
-        """
-        kept = self._kept
-        if kept is None and isinstance(self._handle, ViewGradient) and self._handle.lost:
-            self._warn_lost()
-        gradient: Tensor | None = (
-            None if kept is None else kept.read("hook_tensor", lambda: self.label)
-        )
-        if self._block.options.gather and (kept is None or not kept.whole):
-            gradient = ranks.gather([gradient], ["the gradient of a tensor"])[0]
-            if kept is not None:
-                kept.value, kept.whole = gradient, True
-        return gradient
-
-    def _warn_lost(self) -> None:
-        warnings.warn(
-            f"hook_tensor: nothing is stored of {self.label}. The tensor is a view of a leaf (a "
-            "parameter or an input) that was written in place after the hook was set, so autograd "
-            "gave the view a new node. Set the hook after that operation, or hook the leaf.",
-            OverwrittenWarning,
-            stacklevel=3,
-        )
-
-    @property
-    def label(self) -> str:
-        """The tensor in words."""
-        return f"the gradient of a {'×'.join(map(str, self.shape)) or 'scalar'} tensor"
-
-    def _remove(self) -> None:
+    def remove(self) -> None:
+        """Removes it; what was stored stays. Can be repeated."""
         self._handle.remove()
-        self.removed = True
 
-    def __enter__(self) -> Self:
-        # As that of `Registered`, but compiled code goes on running compiled.
-        try:
-            self._block.depth += 1
-            self._block.guard.begin()
-        except BaseException:
-            self._block.undo()
-            raise
+    def __enter__(self) -> TensorHook:
         return self
 
-    def __repr__(self) -> str:
-        return f"TensorHook({self.label}, {'empty' if self._kept is None else 'stored'})"
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
 
-def _weakly(hook: ref[TensorHook]) -> Callable[[Tensor], None]:
-    """The function that stores the gradient; the graph holds it, but not what is stored."""
-
-    def receive(grad: Tensor) -> None:
-        if (h := hook()) is not None and h._block.on:
-            h._kept = Snapshotter(h._block.options).keep(grad)
-
-    return receive
-
-
-def hook_tensor(
-    t: Tensor, detach: bool = True, cpu: bool = False, gather: bool = False
-) -> TensorHook:
+def hook_tensor(t: Tensor, detach: bool = True, cpu: bool = False) -> TensorHook:
     """Stores the gradient of any intermediate tensor, which PyTorch does not keep, in `.stored`.
 
-    Set it before the backward pass; each pass replaces what the last one stored. The gradient is
-    that of the tensor as it is now: an in-place operation afterwards is one of its uses. If the
-    tensor is a view and its memory is written, uses of the tensor that it is a view of count too.
+    Set it before the backward pass; each pass replaces what the last one stored.
 
     Args:
         t: a tensor that requires a gradient.
         detach: stores the gradient without a graph of its own.
-        cpu: moves it to the CPU; from CUDA without waiting, until it is read.
-        gather: reading `stored` joins the batches of all ranks; every rank has to read it.
+        cpu: moves it to the CPU.
 
     Returns:
         A `TensorHook`, registered already: `.stored`, `.remove()`; also a context manager.
@@ -163,116 +81,87 @@ def hook_tensor(
             f"hook_tensor: this {describe(t)} tensor does not require a gradient. "
             "Compute it from parameters or inputs with requires_grad=True, outside no_grad."
         )
-    return TensorHook(t, Options("hook_tensor", "grad", None, detach, cpu, gather))
+    return TensorHook(t, Block("hook_tensor", "grad", None, detach, cpu))
 
 
-# The fused path of TransformerEncoder checks for hooks on its modules, not for global hooks or
-# skipped modules, so it is off while there are any. They can end in any order, so their ids are
-# kept in a set.
-_lock = Lock()
-_global: set[int] = set()  # the ids of those that there are
+# PyTorch's fused path of a TransformerEncoder checks for hooks on its modules, not for global hooks
+# or modules that are skipped or swapped, so it is off while there are any. These end in any order,
+# so their ids are kept in a set.
+_needed: set[int] = set()
 _fast_path = True
 
 
-def switch_fused_path(hook: object, on: bool) -> None:
-    """Switches the fused path off for the first of them, and restores it after the last."""
+def switch_fused_path(owner: object, on: bool) -> None:
+    """With `on`, has PyTorch call every layer, for `owner`; the last owner to end restores it."""
     global _fast_path
-    with _lock:
-        if on and not _global:
+    if on:
+        if not _needed:
             _fast_path = torch.backends.mha.get_fastpath_enabled()
-        if on:
-            _global.add(id(hook))
-        elif id(hook) in _global:
-            _global.discard(id(hook))
-        else:
-            return
-        torch.backends.mha.set_fastpath_enabled(_fast_path and not _global)
+        _needed.add(id(owner))
+        torch.backends.mha.set_fastpath_enabled(False)
+    elif id(owner) in _needed:
+        _needed.discard(id(owner))
+        torch.backends.mha.set_fastpath_enabled(_fast_path and not _needed)
 
 
-_stand_in = local()  # `now`: this thread runs a copy of a model, which global hooks do not see
+def global_tables() -> list[dict[int, Any]]:
+    """PyTorch's dicts of global forward hooks, from which `untouched` takes those of `hook_all`."""
+    # Private by their names, in torch 1.8 to 2.13: no public function takes a global hook off that
+    # another has registered. Without them `hook_all` sees the runs of summaries.
+    home = torch.nn.modules.module
+    names = ("_global_forward_pre_hooks", "_global_forward_hooks")
+    return [getattr(home, name, {}) for name in names]
 
 
-@block
-def stand_in_runs() -> Iterator[None]:
-    """Inside it a copy of a model can run: `hook_all` ignores this thread's calls.
-
-    PyTorch's fused path is off, since it does not call the layers of a TransformerEncoder.
-    """
-    before = getattr(_stand_in, "now", False)
-    token = object()
-    try:
-        switch_fused_path(token, True)
-        _stand_in.now = True
-        yield
-    finally:
-        _stand_in.now = before
-        switch_fused_path(token, False)
-
-
-def _is_real() -> bool:
-    """Whether the forward runs for its values: not to be compiled, traced or repeated."""
-    return not (is_compiling() or recomputing() or is_tracing())
+def is_of_hook_all(hook: Any) -> bool:
+    """Whether `hook`, of one of the `global_tables`, is that of a `GlobalHook`."""
+    return isinstance(getattr(hook, "__self__", None), GlobalHook)
 
 
 class GlobalHook(Registered):
     """A function called at each call of every module of the process. See `hook_all`."""
 
-    _handle: RemovableHandle | None = None
-
     def __init__(self, func: Callable[..., Any], types: Any, pre: bool) -> None:
-        self._func, self._types, self._pre = func, types, pre
-        self._block, self._busy = Block(Options("hook_all")), local()
-        self.n_calls = 0
+        self.func, self.types, self.pre = func, types, pre
+        self.switch, self.n_calls, self.busy = Block("hook_all", keep="none"), 0, False
+        self._handle: Any = None
+
+    def _each(self) -> tuple[()]:
+        return ()
 
     @property
     def removed(self) -> bool:
         """Whether it is not registered."""
         return self._handle is None
 
-    @uninterrupted
-    def _register(self) -> None:
-        if self._handle is not None:
-            return
-        if self._pre:
-            self._handle = register_module_forward_pre_hook(self._before)
-        else:
-            self._handle = register_module_forward_hook(self._after, with_kwargs=True)
-        switch_fused_path(self, True)
+    def register(self) -> None:
+        """Registers it; does nothing where it is registered."""
+        if self._handle is None:
+            switch_fused_path(self, True)
+            put = register_module_forward_pre_hook if self.pre else register_module_forward_hook
+            self._handle = put(self._call)
 
-    def _remove(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            _with_kwargs.pop(self._handle.id, None)
+    def _remove(self) -> bool:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.remove()
             switch_fused_path(self, False)
-            self._handle = None
+        return True
 
-    def _before(self, module: nn.Module, args: Any) -> None:
-        self._call(module, args, {})
-
-    def _after(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
-        # PyTorch passes no kwargs if another thread removes this hook during the call.
-        if len(kwargs_and_output) == 2:
-            self._call(module, args, *kwargs_and_output)
-
-    def _call(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
-        if not _is_real() or self.removed or not isinstance(module, self._types):
+    def _call(self, module: nn.Module, args: Any, *output: Any) -> None:
+        if self.busy or not self.switch.on or recomputing():
             return
-        if getattr(self._busy, "now", False):  # hook_func calls a module itself
+        if not isinstance(module, self.types):
             return
-        if getattr(_stand_in, "now", False):
-            return
-        if not (self._block.on and in_thread(self._block.thread)):
-            return
-        self._busy.now = True
+        self.n_calls += 1
+        self.busy = True  # hook_func may call a module itself
         try:
-            self.n_calls += 1
-            seen = (tmap(Tensor.detach, x) for x in (Inputs(args, kwargs), *output))
-            called(self._func, module, *seen)
+            called(self.func, module, *[tmap(Tensor.detach, x) for x in (Inputs(args), *output)])
         finally:
-            self._busy.now = False
+            self.busy = False
 
     def __repr__(self) -> str:
-        return f"GlobalHook({self.n_calls} calls{', removed' if self.removed else ''})"
+        return f"GlobalHook({self.n_calls} calls{', removed' * self.removed})"
 
 
 def hook_all(
@@ -283,16 +172,13 @@ def hook_all(
     """Calls `hook_func(module, input, output)` at each call of every module of the process.
 
     Also for modules made later, for losses, and for models that no variable refers to. Use it in a
-    `with` block, which sees the calls of its own thread only, or `remove()` it. Tensors are
-    detached. What the function returns is ignored, as are modules that it calls. TorchScript runs
-    no hooks.
+    `with` block, or `remove()` it. Tensors are detached, keyword inputs are not given. What the
+    function returns is ignored. TorchScript runs no hooks.
 
     Args:
-        hook_func: `f(module, input, output)` or `f(output)`; `input` is an `Inputs`, a tuple that
-            has keyword inputs by name.
+        hook_func: `f(module, input, output)` or `f(output)`; `input` is a tuple.
         types: only modules of these classes.
-        pre: calls `hook_func(module, input)` before the forward; PyTorch's global hooks give it the
-            positional inputs only.
+        pre: calls `hook_func(module, input)` before the forward.
 
     Returns:
         A `GlobalHook`, registered already: `.remove()`; also a context manager.
@@ -307,18 +193,17 @@ def hook_all(
     >>> seen
     [(4, 10), (4, 3)]
     """
-    several = (tuple, list, set, frozenset)
-    wanted = tuple(types) if isinstance(types, several) else (types,)
-    wanted = (nn.Module,) if types is None else wanted
+    given: Any = nn.Module if types is None else types
+    wanted = tuple(given) if isinstance(given, (tuple, list, set)) else (given,)
+    pre = check_flag("hook_all", "pre", pre)
     if isinstance(hook_func, nn.Module):
         raise ArgumentError(
             f"hook_all: hook_func must be a function, found {kind_of(hook_func)}. hook_all sees "
             "every model; for one use Hooks(model.modules(), f) or print_sizes(model)."
         )
-    pre = check_flag("hook_all", "pre", pre)
     seen = ("module", "input") if pre else ("module", "input", "output")
     func = check_function("hook_all", hook_func, *seen)
-    if not wanted or not all(isinstance(t, type) and issubclass(t, nn.Module) for t in wanted):
+    if not all(isinstance(t, type) and issubclass(t, nn.Module) for t in wanted):
         raise ArgumentError(
             f"hook_all: types must be module classes, found {types!r}. Pass nn.Linear, or a tuple."
         )
@@ -347,28 +232,13 @@ def print_sizes(model: nn.Module, file: TextIO | None = None) -> Hooks:
     4×10 → 4×10  1 (ReLU)
     4×5 → 4×10  (model) (Sequential)
     """
-    if file is not None and not callable(getattr(file, "write", None)):
-        raise ArgumentError(
-            f"print_sizes: file must be an open text file, found {kind_of(file)}. Pass "
-            'open("sizes.txt", "w"), or nothing to print.'
-        )
     found = {"": unwrap(check_module("print_sizes", model)), **select(model)}
     ms = {name: m for name, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
+    names = {id(m): name or "(model)" for name, m in ms.items()}
 
-    def entries(name: str, module: nn.Module, leaf: str) -> list[Placed]:
-        return [(HookEntry(_printer(name, file)), {})]
+    def write(module: nn.Module, inputs: Inputs, output: Any) -> None:
+        given = describe(inputs[0] if len(inputs) == 1 and not inputs.kwargs else inputs)
+        name, kind = names[id(module)], type(module).__name__
+        print(f"{given} → {describe(output)}  {name} ({kind})", file=file or sys.stdout)
 
-    return Hooks.of(ms, Options("print_sizes", "recorder", keep="none", entries=entries))
-
-
-def _printer(name: str, file: TextIO | None) -> Callable[..., None]:
-    """The hook that prints the sizes of the module called `name`."""
-
-    def write(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not _is_real():
-            return
-        given = describe(args[0] if len(args) == 1 and not kwargs else Inputs(args, kwargs))
-        line = f"{given} → {describe(output)}  {name or '(model)'} ({type(module).__name__})"
-        (file or sys.stdout).write(line + "\n")
-
-    return write
+    return Hooks.made(ms, Block("print_sizes", "forward", write, keep="none"))

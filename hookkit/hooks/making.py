@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from hookkit.checks import check_flag
+from hookkit.hooks.attach import check_hookable
+from hookkit.hooks.block import Block
 from hookkit.hooks.collection import Hooks, Modules
 from hookkit.hooks.hook import Hook
-from hookkit.hooks.snapshot import BY_NAME, Kind, Options
 
-_PLAIN = Options("hook_outputs")  # to make the same for each block would cost 5 µs
-_LAST = "last"  # Python has one of it
+_BY_NAME = "Modules by name come from select(model, name); options are best given by name."
 
 
 def hook_output(
@@ -22,37 +21,32 @@ def hook_output(
     gather: bool = False,
     *,
     keep: str = "last",
-    clone: bool | None = None,
-    dtype: torch.dtype | None = None,
+    clone: bool = True,
     stop: bool = False,
-    retain_grad: bool = False,
     prepend: bool = False,
 ) -> Hook:
     """A `Hook` that stores what `module` returns, or with `grad=True` the gradient of that.
 
     `stored` has the structure of the output: tuples, lists, dicts, deques and dataclasses, with
-    copies of the tensors. Another object that holds tensors (a KV cache, a set) is stored as a
-    reference; reading it warns if it has changed since, or if an option (`cpu`, `dtype`, …) was
-    not applied to it.
+    copies of the tensors. Another object that holds tensors (a KV cache, a set) is stored as it is.
 
     With `grad` it is a tuple with the gradient of each tensor of the output (None where none
-    arrived), filled in by the backward pass: the sum over all uses of that tensor after the module
-    has returned it. What the module itself computes from it does not count, nor, where the module
-    returns its input, what else the input is used for.
+    arrived), filled in by the backward pass: that of all uses of the tensor, as `retain_grad()`
+    gives it. So where the module makes one of its outputs from another, that use counts. Where it
+    returns its input, or one tensor twice, each place has a gradient of its own. A view whose
+    memory is written in place later has none. For values and gradients of one run make two hooks:
+    `with hook_outputs(ms) as v, hook_outputs(ms, grad=True) as g:`.
 
     Args:
         module: the layer. It holds the hook, until `remove()` or the end of the `with`.
-        detach: stores tensors without their graph; a snapshot, which later in-place operations
-            do not change.
+        detach: stores snapshots, which later in-place operations do not change. False stores the
+            tensors themselves, in their graph; reading one that was written in place since warns.
         cpu: moves what is stored to the CPU; from CUDA without waiting, until it is read.
         grad: stores the gradients instead, in the backward pass.
         gather: reading `stored` joins the batches of all ranks; every rank has to read it.
         keep: `"last"` stores the last call, `"all"` every call, in `.calls`.
-        clone: True copies even with `detach=False`; False stores the live tensor, and reading one
-            that was overwritten since warns (but in `inference_mode`, which counts no writes).
-        dtype: floating point tensors are stored as this.
-        stop: ends the forward, and the `with` block, when it has fired.
-        retain_grad: stores both: the output in `.stored`, its gradient in `.grad`.
+        clone: False stores the detached tensor without a copy.
+        stop: ends the forward, and the `with` block, when it has fired (of several: all of them).
         prepend: runs before the hooks that the module has, and their edits, not after them.
 
     Returns:
@@ -63,20 +57,17 @@ def hook_output(
         OptionError: options that exclude each other.
         HookError: a module is scripted: it runs no hooks of Python.
 
+    >>> import torch
     >>> m = nn.Linear(5, 3)
-    >>> with hook_output(m) as h:
+    >>> with hook_output(m) as h, hook_output(m, grad=True) as g:
     ...     y = m(torch.randn(4, 5))
-    >>> torch.equal(h.stored, y), h.stored.requires_grad
-    (True, False)
-    >>> with hook_output(m, retain_grad=True) as h:
-    ...     m(torch.randn(4, 5)).sum().backward()
-    >>> h.stored.shape, h.grad[0]
-    (torch.Size([4, 3]), tensor([1., 1., 1.]))
+    ...     y.sum().backward()
+    >>> torch.equal(h.stored, y), h.stored.requires_grad, g.stored[0][0]
+    (True, False, tensor([1., 1., 1.]))
     """
-    kind: Kind = "grad" if check_flag("hook_output", "grad", grad, BY_NAME) else "forward"
-    how = (detach, cpu, gather, False, keep, clone, dtype, stop)
-    o = Options("hook_output", kind, None, *how, retain_grad=retain_grad, prepend=prepend)
-    return Hook.made(module, o)
+    check_hookable(module, "hook_output")
+    block = _block("hook_output", "forward", detach, cpu, grad, gather, keep, clone, stop, prepend)
+    return _registered(Hook.of(module, block))
 
 
 def hook_outputs(
@@ -87,54 +78,33 @@ def hook_outputs(
     gather: bool = False,
     *,
     keep: str = "last",
-    clone: bool | None = None,
-    dtype: torch.dtype | None = None,
+    clone: bool = True,
     stop: bool = False,
-    retain_grad: bool = False,
     prepend: bool = False,
 ) -> Hooks:
     """`Hooks` that store what each of `modules` returns, or the gradients of that.
 
-    Each stores as `hook_output` does.
-
     Args:
         modules: any number of modules. A Sequential stands for its children, as in fastai. Of what
             `select` returns, or of a dict, the hooks can be read by name.
-        detach: stores tensors without their graph; a snapshot, which later in-place operations
-            do not change.
-        cpu: moves what is stored to the CPU; from CUDA without waiting, until it is read.
-        grad: stores the gradients instead, in the backward pass.
-        gather: reading `stored` joins the batches of all ranks; every rank has to read it.
-        keep: `"last"` stores the last call, `"all"` every call, in `.calls`.
-        clone: True copies even with `detach=False`; False stores the live tensor, and reading one
-            that was overwritten since warns (but in `inference_mode`, which counts no writes).
-        dtype: floating point tensors are stored as this.
-        stop: ends the forward, and the `with` block, when the last of them has fired.
-        retain_grad: stores both: outputs in `.stored`, and in each hook's `.grad` their gradients.
-        prepend: runs before the hooks that the module has, and their edits, not after them.
+        detach, cpu, grad, gather, keep, clone, stop, prepend: as for `hook_output`.
 
     Returns:
         The `Hooks`, registered already, all or none: `h["name"].stored`, `h[0]`, `.stored` of all.
 
     Raises:
-        ArgumentError: something in `modules` is no module, or an option is of a wrong kind.
-        OptionError: options that exclude each other.
-        HookError: a module is scripted: it runs no hooks of Python.
+        ArgumentError, OptionError, HookError: as `hook_output`.
 
+    >>> import torch
     >>> net = nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 3))
     >>> with hook_outputs(net) as h:
     ...     y = net(torch.randn(4, 5))
     >>> [tuple(o.shape) for o in h.stored]
     [(4, 10), (4, 10), (4, 3)]
     """
-    usual = detach is True and cpu is False and grad is False and gather is False
-    usual = usual and retain_grad is False and prepend is False
-    if usual and clone is None and dtype is None and stop is False and keep is _LAST:
-        return Hooks.of(modules, _PLAIN)
-    kind: Kind = "grad" if check_flag("hook_outputs", "grad", grad, BY_NAME) else "forward"
-    how = (detach, cpu, gather, False, keep, clone, dtype, stop)
-    o = Options("hook_outputs", kind, None, *how, retain_grad=retain_grad, prepend=prepend)
-    return Hooks.of(modules, o)
+    who = "hook_outputs"
+    block = _block(who, "forward", detach, cpu, grad, gather, keep, clone, stop, prepend)
+    return Hooks.made(modules, block)
 
 
 def hook_input(
@@ -145,57 +115,41 @@ def hook_input(
     gather: bool = False,
     *,
     keep: str = "last",
-    clone: bool | None = None,
-    dtype: torch.dtype | None = None,
+    clone: bool = True,
     stop: bool = False,
-    retain_grad: bool = False,
     prepend: bool = False,
 ) -> Hook:
     """A `Hook` that stores what `module` is called with, as `Inputs`, before it can change it.
 
     With `grad=True` the gradients of that: a tuple with one entry for each tensor among the
-    positional inputs and then the keyword inputs, None where none arrived. Each place has its own
-    gradient, so a tensor that is passed twice comes to the module as two views of it, as with
-    PyTorch's full backward hook. `MultiheadAttention`, which tests `query is key`, then computes
-    its projections one by one, and the last digits can differ. Other values of the run stay as they
-    are, but not always its gradients: where an input has several uses, in the module or beside it
-    (a residual), they are summed in another order, so that gradients of the layers before can
-    differ in the last digits. All this holds for `retain_grad=True` too.
+    positional inputs and then the keyword inputs, None where none arrived. Each comes to the module
+    as a view, which has a gradient of its own; a layer with `inplace=True` gets the tensor itself,
+    whose gradient is that of all its uses. So `MultiheadAttention`, which tests `query is key`,
+    computes its projections one by one, and the last digits can differ; and where an input has
+    several uses (a residual), gradients of the layers before can differ in the last digits, since
+    they are summed in another order.
 
     Args:
-        module: the layer. It holds the hook, until `remove()` or the end of the `with`.
-        detach: stores tensors without their graph; a snapshot, which later in-place operations
-            do not change.
-        cpu: moves what is stored to the CPU; from CUDA without waiting, until it is read.
-        grad: stores the gradients instead, in the backward pass.
-        gather: reading `stored` joins the batches of all ranks; every rank has to read it.
-        keep: `"last"` stores the last call, `"all"` every call, in `.calls`.
-        clone: True copies even with `detach=False`; False stores the live tensor, and reading one
-            that was overwritten since warns (but in `inference_mode`, which counts no writes).
-        dtype: floating point tensors are stored as this.
-        stop: ends the forward, and the `with` block, when it has fired.
-        retain_grad: stores both: the inputs in `.stored`, its gradient in `.grad`.
-        prepend: runs before the hooks that the module has, and their edits, not after them.
+        module: the layer.
+        detach, cpu, grad, gather, keep, clone, stop, prepend: as for `hook_output`.
 
     Returns:
         The `Hook`, registered already; `.stored` is an `Inputs`: a tuple of the positional inputs
         that has keyword inputs by name.
 
     Raises:
-        ArgumentError: `module` is no module, or an option is of a wrong kind.
-        OptionError: options that exclude each other.
-        HookError: a module is scripted: it runs no hooks of Python.
+        ArgumentError, OptionError, HookError: as `hook_output`.
 
+    >>> import torch
     >>> m = nn.Linear(5, 3)
     >>> with hook_input(m) as h:
     ...     y = m(input=torch.randn(4, 5))
     >>> h.stored["input"].shape
     torch.Size([4, 5])
     """
-    kind: Kind = "pre_grad" if check_flag("hook_input", "grad", grad, BY_NAME) else "pre"
-    how = (detach, cpu, gather, False, keep, clone, dtype, stop)
-    o = Options("hook_input", kind, None, *how, retain_grad=retain_grad, prepend=prepend)
-    return Hook.made(module, o)
+    check_hookable(module, "hook_input")
+    block = _block("hook_input", "pre", detach, cpu, grad, gather, keep, clone, stop, prepend)
+    return _registered(Hook.of(module, block))
 
 
 def hook_inputs(
@@ -206,47 +160,53 @@ def hook_inputs(
     gather: bool = False,
     *,
     keep: str = "last",
-    clone: bool | None = None,
-    dtype: torch.dtype | None = None,
+    clone: bool = True,
     stop: bool = False,
-    retain_grad: bool = False,
     prepend: bool = False,
 ) -> Hooks:
     """`Hooks` that store what each of `modules` is called with, or the gradients of that.
 
-    Each stores as `hook_input` does.
-
     Args:
-        modules: any number of modules. A Sequential stands for its children, as in fastai. Of what
-            `select` returns, or of a dict, the hooks can be read by name.
-        detach: stores tensors without their graph; a snapshot, which later in-place operations
-            do not change.
-        cpu: moves what is stored to the CPU; from CUDA without waiting, until it is read.
-        grad: stores the gradients instead, in the backward pass.
-        gather: reading `stored` joins the batches of all ranks; every rank has to read it.
-        keep: `"last"` stores the last call, `"all"` every call, in `.calls`.
-        clone: True copies even with `detach=False`; False stores the live tensor, and reading one
-            that was overwritten since warns (but in `inference_mode`, which counts no writes).
-        dtype: floating point tensors are stored as this.
-        stop: ends the forward, and the `with` block, when the last of them has fired.
-        retain_grad: stores both: inputs in `.stored`, its gradient in `.grad`.
-        prepend: runs before the hooks that the module has, and their edits, not after them.
+        modules: any number of modules, as for `hook_outputs`.
+        detach, cpu, grad, gather, keep, clone, stop, prepend: as for `hook_output`.
 
     Returns:
-        The `Hooks`, registered already, all or none: `h["name"].stored`, `h[0]`, `.stored` of all.
+        The `Hooks`, registered already, all or none; each stores as `hook_input` does.
 
     Raises:
-        ArgumentError: something in `modules` is no module, or an option is of a wrong kind.
-        OptionError: options that exclude each other.
-        HookError: a module is scripted: it runs no hooks of Python.
+        ArgumentError, OptionError, HookError: as `hook_output`.
 
+    >>> import torch
     >>> net = nn.Sequential(nn.Linear(5, 10), nn.ReLU())
     >>> with hook_inputs(net) as h:
     ...     y = net(torch.randn(4, 5))
     >>> [tuple(i[0].shape) for i in h.stored]
     [(4, 5), (4, 10)]
     """
-    kind: Kind = "pre_grad" if check_flag("hook_inputs", "grad", grad, BY_NAME) else "pre"
-    how = (detach, cpu, gather, False, keep, clone, dtype, stop)
-    o = Options("hook_inputs", kind, None, *how, retain_grad=retain_grad, prepend=prepend)
-    return Hooks.of(modules, o)
+    who = "hook_inputs"
+    block = _block(who, "pre", detach, cpu, grad, gather, keep, clone, stop, prepend)
+    return Hooks.made(modules, block)
+
+
+def _block(
+    who: str,
+    kind: str,
+    detach: bool,
+    cpu: bool,
+    grad: bool,
+    gather: bool,
+    keep: str,
+    clone: bool,
+    stop: bool,
+    prepend: bool,
+) -> Block:
+    if grad is not False and check_flag(who, "grad", grad, _BY_NAME):
+        kind = "pre_grad" if kind == "pre" else "grad"
+    return Block(
+        who, kind, None, detach, cpu, gather, keep=keep, clone=clone, stop=stop, prepend=prepend
+    )
+
+
+def _registered(hook: Hook) -> Hook:
+    hook.register()
+    return hook

@@ -1,26 +1,23 @@
-"""Reading what hooks have stored: each value as it is here, or joined over ranks."""
+"""What a hook stored, and how it captures, as the user reads it: a base of `Hook`."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from fastcore.foundation import L
-from torch import Tensor
+from torch import nn
 
 from hookkit import ranks
-from hookkit.errors import OptionError, OverwrittenWarning
-from hookkit.hooks.block import warn_if_compiled
-from hookkit.hooks.calls import Grads
-from hookkit.hooks.references import warning_of
-from hookkit.hooks.snapshot import Kind, StoredValue
-from hookkit.nested import tmap
-
-if TYPE_CHECKING:
-    from hookkit.hooks.capture import Capture
-
-Stored = tuple["Capture", StoredValue | None, str]  # the last is which call, in words
+from hookkit.checks import OfLast
+from hookkit.errors import CompiledWarning, OptionError, OverwrittenWarning
+from hookkit.hooks.attach import HookEntry, brief
+from hookkit.hooks.block import NOT_WANTED, Block
+from hookkit.hooks.compiling import has_compiled
+from hookkit.hooks.snapshot import settled, version_of
+from hookkit.nested import describe
 
 
 class Values(L, list[Any]):  # type: ignore[misc]
@@ -45,87 +42,166 @@ class Values(L, list[Any]):  # type: ignore[misc]
     __setitem__, __delitem__ = list.__setitem__, list.__delitem__
 
 
-_WHAT: dict[Kind, str] = {
-    "forward": "the output",
-    "pre": "the inputs",
-    "grad": "the gradient",
-    "pre_grad": "the gradient of the inputs",
-    "backward": "what the backward hook gave",
-    "both": "what the backward hook gave",
-    "recorder": "what is recorded",
-}
+class Reading(HookEntry):
+    """What a `Hook` stored, and its options."""
 
+    __slots__ = (
+        "__weakref__",
+        "_module",
+        "all",
+        "handles",
+        "last",
+        "leaf",
+        "n_calls",
+        "name",
+        "registered",
+        "version",
+        "why",
+    )
 
-def stored(captures: Sequence[Capture]) -> list[Any]:
-    """What each stored at its last call. First the fast path: tensors that can be given as is."""
-    o = captures[0].options if captures else None
-    if o is None or o.gather or not o.plain:
-        return read([_last(c) for c in captures], o is not None and o.gather)
-    if o.live:
-        for c in captures:
-            c.settle()
-    bare = [c.last for c in captures if type(c.last) is Tensor and not c.traced]
-    if len(bare) < len(captures) or (
-        o.live and any([c.last._version != c.version for c in captures])  # noqa: C419
-    ):
-        return read([_last(c) for c in captures], False)
-    return bare
+    removed: bool
+    switch: Block
+    _module: Callable[[], nn.Module | None]
+    all: list[Any] | None
+    handles: tuple[Any, ...]
+    last: Any
+    leaf: str
+    n_calls: int
+    name: str | None
+    registered: bool
+    version: int
+    why: str
 
+    @property
+    def observes(self) -> bool:
+        """Whether it only looks, so that the model computes the same without it."""
+        return not self.switch.edit
 
-def gradient(c: Capture) -> Any:
-    """The gradient of what `c` stored at its last call, in the same structure; None for none."""
-    if not c.options.retain_grad:
-        raise OptionError(
-            f"{c.options.who}: .grad of {c.label()} is not kept. Make the hook with "
-            "retain_grad=True, or with grad=True, which stores gradients alone, in `stored`."
+    @property
+    def module(self) -> nn.Module | None:
+        """The hooked module, or None if it is gone."""
+        return self._module()
+
+    @property
+    def stored(self) -> Any:
+        """What the last call stored; None before the first.
+
+        Waits for a copy from CUDA, warns of a live tensor that was written in place since, and with
+        `gather` joins the ranks (all of them have to read it, equally often).
+        """
+        value = self._own()
+        if self.switch.gather:
+            value = ranks.gather([value], [f"what is stored of {self.label}"])[0]
+        return value
+
+    def _own(self) -> Any:
+        """What this rank stored."""
+        wait_for(self.switch)
+        if self.last is None:
+            self._warn_if_compiled()
+        elif self.version != -1 and self.version_is_old():
+            self.version = -1
+            warnings.warn(
+                f"{self.switch.who}: what is stored of {self.label} was overwritten in place after "
+                "it was stored (a layer with inplace=True, or an operation such as `+=`), so this "
+                "is not what the layer gave. Store a copy: Hook(m, torch.clone, detach=False).",
+                OverwrittenWarning,
+                stacklevel=4,
+            )
+        self.last = settled(self.last)
+        return self.last
+
+    def version_is_old(self) -> bool:
+        """Whether a live tensor that is stored was written in place since."""
+        block = self.switch
+        live = not block.kind.endswith("grad") and not (block.detach and block.clone)
+        return live and version_of(self.last) != self.version
+
+    @property
+    def calls(self) -> L:
+        """What each call stored, in the order of the forward calls; needs `keep="all"`."""
+        if self.switch.keep != "all":
+            raise OptionError(
+                f'{self.switch.who}: .calls of {self.label} needs keep="all", and it has '
+                f'keep="{self.switch.keep}". Make the hook with keep="all".'
+            )
+        wait_for(self.switch)
+        values = settled(self.all or [])
+        if self.switch.gather:
+            names = [f"what is stored of {self.label} in call {i}" for i in range(len(values))]
+            values = ranks.gather(values, names)
+        return Values(values)
+
+    def _warn_if_compiled(self) -> None:
+        """Warns once that compiled code may be why a hook that stays has seen nothing."""
+        block = self.switch
+        if block.depth or block.warned or not self.registered or self.n_calls or self.why:
+            return
+        if not has_compiled() or block.entries is not None or self.module is None:
+            return
+        block.warned = True
+        warnings.warn(
+            f"{block.who}: the hook on {self.label} has seen no call. If it is part of a compiled "
+            "model that had run before: torch.compile ignores hooks that are added after the first "
+            "call, of this model or of another of its class. Add the hook before that call, use it "
+            "in a `with` block, or call torch.compiler.reset().",
+            CompiledWarning,
+            stacklevel=4,
         )
-    grads = c.grads
-    if grads is None or (isinstance(grads.last, Grads) and grads.last.index < grads.count):
-        return None  # the gradient is an earlier call's, and `stored` the last one's
-    found = stored([grads])[0]
-    if found is None:
-        return None
-    each = iter(found)
-    return tmap(lambda t: next(each), stored([c])[0])
+
+    @property
+    def fired(self) -> bool:
+        """Whether it has stored something, or seen a call that stores nothing."""
+        block = self.switch
+        if self.last is not None or block.entries is not None:
+            return True
+        if block.kind.endswith("grad") and not block.edit:
+            return False  # it counts forward calls
+        return self.n_calls > 0 and self.why != NOT_WANTED
+
+    @property
+    def label(self) -> str:
+        """The module's name, where it is known, and its class, for messages."""
+        module = self._module()
+        if self.name is None:
+            return "a module that is gone" if module is None else brief(module)
+        return f"'{self.name}'" + (f" ({type(module).__name__})" if module is not None else "")
+
+    def __repr__(self) -> str:
+        seen = "1 call" if self.n_calls == 1 else f"{self.n_calls} calls"
+        held = f", stored {text}" if (text := self._held()) else ""
+        return f"Hook({self.label}, {seen}{held}{', removed' if self.removed else ''})"
+
+    def _held(self) -> str:
+        """What is stored, in words; not of gradients, which are filled in later."""
+        grads = self.switch.kind.endswith("grad")
+        return "" if self.last is None or grads else describe(self.last)
+
+    # fastai's names
+
+    @property
+    def hook_func(self) -> Callable[..., Any] | None:
+        """The function it was made with; None stores what the module gives."""
+        func = self.switch.func
+        return func.f if isinstance(func, OfLast) else func
+
+    @property
+    def detach(self) -> bool:
+        """Whether what is stored is detached."""
+        return self.switch.detach
+
+    @property
+    def cpu(self) -> bool:
+        """Whether what is stored is moved to the CPU."""
+        return self.switch.cpu
+
+    @property
+    def gather(self) -> bool:
+        """Whether reading `stored` joins the ranks."""
+        return self.switch.gather
 
 
-def _last(c: Capture) -> Stored:
-    """The last call's value, for `read`."""
-    if c.last is None:
-        warn_if_compiled(c)
-    elif not isinstance(c.last, StoredValue):
-        live = c.options.live and type(c.last) is Tensor and c.version >= 0
-        c.last = StoredValue(c.last, [(c.last, c.version)] if live else None)
-    return c, c.last, ""
-
-
-def read(stored: Sequence[Stored], gather: bool) -> list[Any]:
-    """The values of `stored`; with `gather`, over all ranks, which have to read the same."""
-    values = list(map(_own, stored))
-    todo = [i for i, (_, kept, _) in enumerate(stored) if kept is None or not kept.whole]
-    if gather and todo:
-        names = [_over_ranks(stored[i][0]) + stored[i][2] for i in todo]
-        for i, value in zip(todo, ranks.gather([values[i] for i in todo], names), strict=True):
-            values[i], kept = value, stored[i][1]
-            if kept is not None:
-                kept.value, kept.whole = value, True
-    return values
-
-
-def _own(stored: Stored) -> Any:
-    """What this rank stored."""
-    c, kept, _ = stored
-    if kept is None:
-        return None
-    if kept.references and "reference" not in c.switch.warned:
-        text = warning_of(c.label(), c.options, kept.references)
-        if text:
-            c.switch.warned += ("reference",)
-            warnings.warn(text, OverwrittenWarning, stacklevel=4)
-    return kept.read(c.options.who, c.label)
-
-
-def _over_ranks(c: Capture) -> str:
-    """What the hook stores, in words that are the same on all ranks."""
-    name = type(c.module()).__name__ if c.name is None else f"'{c.name}'"
-    return f"{_WHAT[c.options.kind]} of {name}{c.leaf}"
+def wait_for(block: Block) -> None:
+    """Waits for copies to the CPU that are on their way."""
+    while block.pending:
+        torch.accelerator.synchronize(block.pending.pop())  # sync: once for each device

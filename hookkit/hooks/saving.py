@@ -46,7 +46,7 @@ def save(hooks: Any, path: str | Path) -> Path:
         "structures": structures,
         "types": {name: type(h.module).__name__ for name, h in by_name.items()},
         "leaves": {name: h.leaf for name, h in by_name.items()},
-        "kind": hooks.hooks[0]._capture.options.kind,
+        "kind": hooks.switch.kind,
         "named": all(h.name is not None for h in hooks),
     }
     with atomic_write(path) as file:
@@ -59,7 +59,7 @@ def save(hooks: Any, path: str | Path) -> Path:
 
 def _values(hooks: Any) -> Iterator[tuple[str, str, int | None, Any]]:
     """The key in the file, the name, the number of the call (None: the last), what was stored."""
-    each = hooks.hooks[0]._capture.options.keep == "all" if len(hooks) else False
+    each = hooks.switch.keep == "all" if len(hooks) else False
     for name, h in zip(hooks.names, hooks.hooks, strict=True):
         for i, value in enumerate(h.calls if each else [h.stored]):
             yield (f"{name}:{i}", name, i, value) if each else (name, name, None, value)

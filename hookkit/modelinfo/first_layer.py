@@ -5,7 +5,7 @@ Builds on `modules`. It is a guess from the order of definition, for when no exa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,66 +14,48 @@ from torch import Tensor, nn
 from hookkit.checks import check_module, is_whole
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.modules import submodules, unwrap, walk
-from hookkit.nested import Inputs, leaves, tmap
 
-_SIDE = 64  # pixels a side of a made-up image, steps of a made-up sequence
+SIDE = 64  # pixels a side of a made-up image, steps of a made-up sequence
 
 # What torch's layers call the size of their input, the surest name first.
 _FEATURES = (
     *("in_channels", "in_features", "in1_features", "input_size", "embed_dim"),
     *("num_features", "num_channels", "num_embeddings"),
 )
-
-# Norms that take inputs of several dimensions: a layer of another kind says more.
-_VAGUE = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d, nn.SyncBatchNorm)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def first_layer(m: nn.Module) -> tuple[str, nn.Module]:
     """The first layer, in the order of definition, that says what its input looks like.
 
-    Norms that fit several kinds of input are skipped if a layer of another kind follows. Raises an
-    ArgumentError if no layer says so.
+    Raises an ArgumentError if no layer says so.
     """
-    vague: tuple[str, nn.Module] | None = None
     for name, layer, _ in walk(m):
-        if isinstance(layer, _VAGUE):
-            if vague is None and _features(layer) is not None:
-                vague = name, layer
-        elif _is_lazy(layer):
+        if any(map(nn.parameter.is_lazy, layer.parameters(recurse=False))):
             raise ArgumentError(
                 f'the first layer "{name}" of {type(unwrap(m)).__name__} is a '
                 f"{type(layer).__name__}, which learns its channels from its first input. Run the "
                 "model once, or give an example input: x=..."
             )
-        elif _features(layer) is not None:
+        if _features(layer) is not None:
             return name, layer
-    if vague is not None:
-        return vague
     raise ArgumentError(
         f"no layer of {type(unwrap(m)).__name__} says how many channels it takes. Give an example "
         "input: x=..."
     )
 
 
-def _is_lazy(layer: nn.Module) -> bool:
-    """True if `layer` is torch's own and has not seen its first input."""
-    lazy = isinstance(layer, nn.modules.lazy.LazyModuleMixin)
-    return lazy and any(nn.parameter.is_lazy(p) for p in layer.parameters(recurse=False))
-
-
 def _features(layer: nn.Module) -> int | None:
     """Channels (or features, or different ids) that `layer` takes; None if it does not say."""
-    home = type(layer).__module__.split(".")[0]
-    said = (getattr(layer, n, None) for n in _FEATURES)
-    known = [n for n in said if isinstance(n, int) and n > 0]  # a lazy layer says 0
-    if known and (home == "torch" or not submodules(layer)):
-        return int(known[0])
+    known = [n for name in _FEATURES if type(n := getattr(layer, name, None)) is int]
+    if known and (type(layer).__module__.startswith("torch.") or not submodules(layer)):
+        return known[0]
     if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
         return int(layer.normalized_shape[-1])
-    weight: Any = dict(layer.named_parameters(recurse=False)).get("weight")
-    plain = weight is not None and not nn.parameter.is_lazy(weight) and weight.dim() >= 2
-    return int(weight.shape[1]) if plain and not submodules(layer) else None
+    weight = dict(layer.named_parameters(recurse=False)).get("weight")
+    if weight is None or weight.dim() < 2 or submodules(layer):
+        return None
+    return int(weight.shape[1])
 
 
 def in_channels(m: nn.Module) -> int:
@@ -120,8 +102,8 @@ def dummy_input(m: nn.Module, size: int | Iterable[int] | None = None) -> Tensor
     torch.Size([1, 3, 32, 32])
     """
     _, layer = first_layer(check_module("dummy_input", m))
-    n, dims, last = int(_features(layer) or 0), *input_dims(layer)
-    sides = _fixed_sides(m, n, dims) if size is None else checked_sides(size, dims)
+    n, dims, last = int(_features(layer) or 0), *_input_dims(layer)
+    sides = _checked_sides(SIDE if size is None else size, dims)
     generator = torch.Generator().manual_seed(0)
     p = next((p for p in layer.parameters() if p.is_floating_point()), torch.empty(0, device="cpu"))
     if isinstance(layer, _EMBEDDINGS):
@@ -131,61 +113,19 @@ def dummy_input(m: nn.Module, size: int | Iterable[int] | None = None) -> Tensor
     return x.to(p.device if p.device.type != "meta" else "cpu", p.dtype).to(p.device)
 
 
-def doubled(m: nn.Module, given: Inputs) -> tuple[Inputs, int] | None:
-    """An example input of `m` at twice the size, and how many dimensions of it are the batch's.
-
-    Values are repeated, so that ids stay in range; of several inputs those grow that have the size
-    of the first. None if the first layer of `m` does not say which dimensions are the size.
-    """
-    try:
-        _, layer = first_layer(m)
-    except ArgumentError:
-        return None
-    tensors, (dims, last) = leaves(given), input_dims(layer)
-    if not tensors:
-        return None
-    x = tensors[0]
-    n_features = 0 if isinstance(layer, _EMBEDDINGS) else 1
-    n_batch = x.dim() - dims - n_features
-    if not dims or n_batch not in (0, 1):
-        return None
-    start = n_batch if last else n_batch + n_features
-    sides = slice(start, start + dims)
-
-    def fit(t: Tensor) -> Tensor:
-        if t.dim() != x.dim() or t.shape[sides] != x.shape[sides]:
-            return t
-        return t.detach().repeat([2 if start <= i < start + dims else 1 for i in range(t.dim())])
-
-    larger: Inputs = tmap(fit, given)
-    return larger, n_batch
-
-
-def checked_sides(size: Any, dims: int) -> tuple[int, ...]:
-    """`size` as one number for each of `dims` dimensions, or as many as it has itself.
-
-    Raises an OptionError if it is not made of whole numbers from 1.
-    """
-    several = isinstance(size, Iterable) and not isinstance(size, str | bytes)
-    unordered = isinstance(size, Tensor | Mapping | set | frozenset)
-    sides = tuple(size) if several and not unordered else (size,) * max(dims, 1)
-    if not all(is_whole(side) and side > 0 for side in sides):
+def _checked_sides(size: Any, dims: int) -> tuple[int, ...]:
+    """`size` as one number for each of `dims` dimensions, or as many as it has itself."""
+    sides = tuple(size) if isinstance(size, list | tuple) else (size,) * dims
+    if not all(is_whole(side) and side > 0 for side in sides or (size,)):
         raise OptionError(f"size={size!r:.60}: sizes are whole numbers from 1, such as (64, 64)")
-    return tuple(int(s) for s in sides) if several else sides[:dims]
+    return tuple(int(side) for side in sides)
 
 
-def _fixed_sides(m: nn.Module, n: int, dims: int) -> tuple[int, ...]:
-    """64 a side, unless the very first layer is a LayerNorm over whole samples."""
-    first = next((layer for _, layer, _ in walk(m) if _features(layer) is not None), None)
-    whole = tuple(first.normalized_shape) if isinstance(first, nn.LayerNorm) else ()
-    return whole[1:] if len(whole) == dims + 1 > 1 and whole[0] == n else (_SIDE,) * dims
-
-
-def input_dims(layer: nn.Module) -> tuple[int, bool]:
+def _input_dims(layer: nn.Module) -> tuple[int, bool]:
     """Dimensions beside batch and features of the input, and whether the features come last."""
     kind = type(layer).__name__
     for dims in (1, 2, 3):
         if kind.endswith(f"{dims}d"):
-            return (0 if kind.startswith(("BatchNorm1", "SyncBatch")) else dims), False
+            return (0 if kind.startswith("BatchNorm1") else dims), False
     is_sequence = isinstance(layer, (nn.RNNBase, nn.MultiheadAttention, *_EMBEDDINGS))
     return (1 if is_sequence else 0), True

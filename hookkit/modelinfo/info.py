@@ -1,16 +1,14 @@
 """What a model has and what its layers return: counts, output sizes, features.
 
 fastai's helpers by name (`fastai.callback.hook`, `fastai.layers`), on any `nn.Module`: Linear,
-convolutions of any dimension, grouped and transposed, recurrent nets, embeddings. Shapes come from
-a run on fake tensors (`tracing`), so modes, random states and buffers stay as they are and nothing
-is computed.
+convolutions of any dimension, grouped and transposed, recurrent nets, embeddings. What a model
+returns comes from one run of it (`tracing`), which leaves it as it was.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -18,41 +16,15 @@ from torch import nn
 
 from hookkit.checks import check_module
 from hookkit.errors import ModelRunError, OptionError
-from hookkit.modelinfo import sandbox
-from hookkit.modelinfo.first_layer import (
-    checked_sides,
-    doubled,
-    dummy_input,
-    first_layer,
-    input_dims,
-)
+from hookkit.modelinfo.first_layer import dummy_input
 from hookkit.modelinfo.tracer import Trace
 from hookkit.modelinfo.tracing import trace
 from hookkit.modelinfo.tree import Tree, numel
+from hookkit.modelinfo.untouched import set_mode, untouched
 from hookkit.modules import children, unwrap
-from hookkit.nested import Inputs, describe, leaves
+from hookkit.nested import Inputs, describe
 
-_SMALLEST = 64  # pixels a side of the first try
-_TOO_SMALL = (
-    "size is too small",
-    "Kernel size can't be greater",
-    "should be at least",
-    "must be >=",
-)
-_LARGEST = 512
-
-
-class Partly(float):
-    """A share of trainable parameters between none and all: true, and shown as such.
-
-    >>> Partly(0.25), bool(Partly(0.25)), f"{Partly(0.25):.2f}"
-    (partly (25%), True, '0.25')
-    """
-
-    def __repr__(self) -> str:
-        return f"partly ({100 * self:.0f}%)"
-
-    __str__ = __repr__
+_LARGE = 224  # pixels a side for models that cannot take 64
 
 
 class ParameterModule(nn.Module):
@@ -82,30 +54,30 @@ def has_params(m: nn.Module) -> bool:
     return next(iter(check_module("has_params", m).parameters()), None) is not None
 
 
-def total_params(m: nn.Module) -> tuple[int, bool | Partly]:
+def total_params(m: nn.Module) -> tuple[int, bool | float]:
     """The number of distinct parameters in `m`, each counted once, and whether they are trainable.
 
     Args:
         m: a module.
 
     Returns:
-        `(n, trainable)`: True if all are, False if none is (or there is none), a `Partly` with the
-        trainable share if some are; it is true in an `if`, like True.
+        `(n, trainable)`: True if all are, False if none is (or there is none), else the share that
+        is, between 0 and 1.
 
     >>> total_params(nn.Linear(10, 32))
     (352, True)
     >>> net = nn.Linear(10, 30)
     >>> net.weight.requires_grad_(False).requires_grad, total_params(net)
-    (False, (330, partly (9%)))
+    (False, (330, 0.09090909090909091))
     """
     params = {id(p): p for p in check_module("total_params", m).parameters()}.values()
     n = sum(numel(p) for p in params)
     return n, share(n, sum(numel(p) for p in params if p.requires_grad))
 
 
-def share(n: int, n_trainable: int) -> bool | Partly:
+def share(n: int, n_trainable: int) -> bool | float:
     """How much of `n` parameters is trainable, in the terms of `total_params`."""
-    return n_trainable > 0 if n_trainable in (0, n) else Partly(n_trainable / n)
+    return n_trainable > 0 if n_trainable in (0, n) else n_trainable / n
 
 
 def flatten_model(m: nn.Module) -> list[nn.Module]:
@@ -131,34 +103,19 @@ def _flat(m: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
         if id(at) in seen:
             continue
         seen.add(id(at))
-        inner, own = [child for _, child in children(at)], list(at.parameters(recurse=False))
-        closed = own and all(id(child) in seen for child in inner)  # it holds its own parents
-        if isinstance(at, ParameterModule) or not inner or closed:
+        inner = [child for _, child in children(at)]
+        if isinstance(at, ParameterModule) or not inner:
             yield at
             continue
-        bare = [ParameterModule(p) for p in own]
+        bare = [ParameterModule(p) for p in at.parameters(recurse=False)]
         stack += [*inner, *bare][::-1]
-
-
-def _inputs(m: nn.Module, size: Any, x: Any) -> tuple[Inputs, bool]:
-    """The inputs to run `m` on, and whether they are made up.
-
-    An example may be given in the place of the size, as the second argument.
-    """
-    if x is None and leaves(size):
-        size, x = None, size
-    if x is not None and size is not None:
-        raise OptionError("got both size= and x=: give the size of a made-up input or an example")
-    made_up = x is None
-    x = dummy_input(m, size) if made_up else x
-    return x if isinstance(x, Inputs) else Inputs(x if isinstance(x, tuple) else (x,)), made_up
 
 
 def dummy_eval(m: nn.Module, size: int | Iterable[int] | None = None, *, x: Any = None) -> Any:
     """What `m` returns in evaluation mode, without gradients, for a made-up or an example input.
 
-    Hooks on `m` fire. Everything else stays as it was: modes, random state, buffers. Cost: one
-    forward and one copy of parameters and buffers.
+    Hooks on `m` fire. Everything else stays as it was: modes, random state, parameters, buffers
+    (see `hookkit.modelinfo.untouched`). Cost: one forward and one copy of parameters and buffers.
 
     Args:
         m: a model.
@@ -174,55 +131,43 @@ def dummy_eval(m: nn.Module, size: int | Iterable[int] | None = None, *, x: Any 
     >>> dummy_eval(nn.Conv2d(3, 8, 3), (32, 32)).shape
     torch.Size([1, 8, 30, 30])
     """
-    check_module("dummy_eval", m)
-    given, made_up = _inputs(m, size, x)
+    inputs = _inputs(check_module("dummy_eval", m), size, x)
     tree = Tree(m)
-    with (
-        sandbox.preserve_global_state(),
-        sandbox.preserve_random_states(),
-        sandbox.restore_after(tree),
-        torch.no_grad(),
-    ):
-        sandbox.set_mode(tree, False)
+    with untouched(tree, params=True, observers=True), torch.no_grad():
+        set_mode(tree, False)
         try:
-            return m(*given, **given.kwargs)
+            return m(*inputs, **inputs.kwargs)
         except Exception as e:
-            if not made_up:
+            if x is not None:
                 raise
-            raise _cannot_take(m, given, "", e) from e
+            raise _cannot_take(m, inputs, e) from e
 
 
-def _cannot_take(m: nn.Module, given: Inputs, where: str, error: BaseException) -> ModelRunError:
-    place = f' in "{where}"' if where else ""
-    why = str(error).rstrip(". ")
-    cure = "Give its size (size=...) or an example input (x=...)"
-    if len(needed := _needed_inputs(unwrap(m))) > 1:  # of which one is made up, whatever its size
-        cure = f"It takes several inputs: give an example of all, x=({', '.join(needed)})"
+def _inputs(m: nn.Module, size: Any, x: Any) -> Inputs:
+    """The example input `x`, or a made-up one."""
+    if x is not None and size is not None:
+        raise OptionError("got both size= and x=: give the size of a made-up input or an example")
+    x = dummy_input(m, size) if x is None else x
+    return x if isinstance(x, Inputs) else Inputs(x if isinstance(x, tuple) else (x,))
+
+
+def _cannot_take(m: nn.Module, inputs: Inputs, error: Exception) -> ModelRunError:
     return ModelRunError(
-        f"{type(unwrap(m)).__name__} cannot take a made-up input {describe(given[0])}: {why}"
-        f"{place}. {cure}"
+        f"{type(unwrap(m)).__name__} cannot take a made-up input {describe(inputs[0])}: "
+        f"{str(error).rstrip('. ')}. Give its size (size=...) or an example input (x=..., a tuple "
+        "of several)"
     )
 
 
-def _needed_inputs(m: nn.Module) -> list[str]:
-    """The names of the positional inputs that `m` has no default for; none where it is unknown."""
-    try:
-        params = signature(m.forward).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in params if p.kind in positional and p.default is Parameter.empty]
-
-
-def _run(tree: Tree, size: Any, x: Any) -> Trace:
-    given, made_up = _inputs(tree.model, size, x)
-    done = trace(tree, given, training=False, macs=False)
-    if done.error is not None:
-        if not made_up:
-            raise done.error
-        where = done.failed[-1] if done.failed else ""
-        raise _cannot_take(tree.model, given, where, done.error) from done.error
-    return done
+def _run(m: nn.Module, size: Any, x: Any) -> Trace:
+    """A run in evaluation mode; raises the model's error."""
+    tree, inputs = Tree(m), _inputs(m, size, x)
+    result: Trace = trace(tree, inputs, lambda trace: trace, training=False)
+    if result.error is None:
+        return result
+    if x is not None:
+        raise result.error
+    raise _cannot_take(m, inputs, result.error) from result.error
 
 
 def model_sizes(
@@ -230,7 +175,7 @@ def model_sizes(
 ) -> list[Any]:
     """The output size of each direct child of `m`, in the order of definition.
 
-    Runs on fake tensors where possible.
+    One forward in evaluation mode, which leaves the model as it was (see `summary`).
 
     Args:
         m: a model. A layer without children gives its own output's size.
@@ -247,11 +192,10 @@ def model_sizes(
     >>> model_sizes(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.MaxPool2d(2)), (64, 64))
     [torch.Size([1, 16, 64, 64]), torch.Size([1, 16, 32, 32])]
     """
-    tree = Tree(check_module("model_sizes", m))
-    calls = _run(tree, size, x).calls
+    calls = _run(check_module("model_sizes", m), size, x).calls
     sizes: list[Any] = []
     n_places: Counter[str] = Counter()
-    for place in tree.places:
+    for place in Tree(m).places:
         shapes = calls[place.first].shapes if place.first in calls else []
         n_places[place.first] += 1  # the second place of a shared layer shows its second call
         if place.depth == 1:
@@ -273,14 +217,13 @@ def num_features_model(
 ) -> int:
     """The number of channels (or features) that `m` returns.
 
-    The dimension beside the batch that does not grow with the input: channels of a conv net, the
-    last dimension of a vision transformer or of a channels-last net. Where the input size cannot
-    change, dimension 1 of an image and the last one of anything else. An example is run at twice
-    its size too, with its values repeated.
+    Dimension 1 of an output of four or more dimensions, such as a batch of images; the last one of
+    any other. So give a net that returns images with their channels last without its last permute.
 
     Args:
         m: a model.
-        size: of a made-up input beside batch and channels, (64, 64) for images by default.
+        size: of a made-up input beside batch and channels; by default 64 a side, and 224 if the
+            model cannot take that.
         x: an example input instead; a tuple is several inputs.
 
     Returns:
@@ -292,61 +235,20 @@ def num_features_model(
     >>> num_features_model(nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 24, 3, stride=2)))
     24
     """
-    tree = Tree(check_module("num_features_model", m))
-    if x is not None or leaves(size):
-        given, _ = _inputs(m, size, x)
-        small = _out(_run(tree, None, given))
-        return _channels(small, *_larger_example(tree, given))
-    dims = input_dims(first_layer(m)[1])[0]
-    if size is not None:
-        sides = checked_sides(size, dims)
-        small = _out(_run(tree, sides, None))
-    else:
-        sides, small = _smallest(tree, dims)
-    return _channels(small, _larger(tree, sides))
-
-
-def _smallest(tree: Tree, dims: int) -> tuple[tuple[int, ...], list[int]]:
-    """The first size from 64 on that the model takes, doubled each time, and its output's shape."""
-    side = _SMALLEST
-    while True:
-        try:
-            return (side,) * dims, _out(_run(tree, (side,) * dims, None))
-        except ModelRunError as e:
-            if side >= _LARGEST or not any(text in str(e) for text in _TOO_SMALL):
-                raise  # no size would help
-            side *= 2
-
-
-def _larger(tree: Tree, sides: tuple[int, ...]) -> list[int] | None:
-    """The output shape for an input twice the size; None if the model takes one size only."""
+    check_module("num_features_model", m)
     try:
-        return _out(_run(tree, tuple(2 * side for side in sides), None)) if sides else None
+        result = _run(m, size, x)
     except ModelRunError:
-        return None
-
-
-def _larger_example(tree: Tree, given: Inputs) -> tuple[list[int] | None, int]:
-    """The same for an example input, and how many dimensions of it are the batch's."""
-    try:
-        if (found := doubled(tree.model, given)) is not None:
-            larger, n_batch = found
-            large = _out(_run(tree, None, larger))
-            # a model may make a batch of one sample
-            return large, n_batch if len(large) <= leaves(given)[0].dim() else 1
-    except Exception:  # the model's own, of whatever kind
-        pass
-    return None, 1
-
-
-def _out(done: Trace) -> list[int]:
-    """The shape of the first tensor that the model returned."""
-    found = list(_plain(done.calls[""].shapes[0])) if done.calls else []
-    if not found:
+        if size is not None or x is not None:
+            raise
+        result = _run(m, _LARGE, None)
+    shape = next(_plain(result.calls[""].shapes[0]), None) if result.calls else None
+    if not shape:
         raise ModelRunError(
-            "num_features_model: the model returns no tensor. Give a part of it that does"
+            "num_features_model: the model returns no tensor with dimensions. Give a part of it "
+            "that does"
         )
-    return found[0]
+    return shape[1] if len(shape) >= 4 else shape[-1]
 
 
 def _plain(shape: Any) -> Iterator[list[int]]:
@@ -355,13 +257,3 @@ def _plain(shape: Any) -> Iterator[list[int]]:
     elif isinstance(shape, dict | list | tuple):
         for part in shape.values() if isinstance(shape, dict) else shape:
             yield from _plain(part)
-
-
-def _channels(small: list[int], large: list[int] | None, n_batch: int = 1) -> int:
-    if len(small) < 2:
-        return small[-1] if small else 1
-    if large is not None and len(large) == len(small):
-        same = [i for i in range(n_batch, len(small)) if small[i] == large[i]]
-        if same:
-            return small[same[0]]
-    return small[1] if len(small) >= 4 else small[-1]

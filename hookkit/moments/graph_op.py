@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookkit.hooks.entries import in_thread, is_exporting
+from hookkit.hooks.calls import is_exporting
+from hookkit.hooks.fronts import in_thread
 
 _ids = itertools.count()
 _receivers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

@@ -1,93 +1,133 @@
-"""From a `StatsAccumulator`'s tables to a `Record`: of this process, or of all ranks together.
-
-It builds on `history`, `moments.merge`, and `merging` for the tables of several ranks.
-"""
+"""From a `Tally` to a `Record`: of this process, or of all ranks together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from hookkit import ranks
-from hookkit.moments.buffers import Options
-from hookkit.moments.histograms import sample_error
-from hookkit.moments.history import StepHistory
-from hookkit.moments.merging import RankUnits, Tables, merged
-from hookkit.moments.moments import N_FIELDS, empty_rows, statistics
-from hookkit.moments.units import CLAMPING, FIELDS
+from hookkit.errors import HookError
+from hookkit.moments.history import Tables, merged
+from hookkit.moments.rows import EMPTY, statistics
+from hookkit.moments.units import CLAMPING, WINDOW
 from hookkit.moments.variation import COLUMNS
-from hookkit.records.record import AXES, Record
+from hookkit.records import Record
 
 if TYPE_CHECKING:
-    from hookkit.moments.accumulator import StatsAccumulator
+    from hookkit.moments.tally import Tally
 
 
-def tables_of(history: StepHistory, rows: int, options: Options) -> Tables:
-    """The tables of all devices as one."""
-    n, bins = len(history), options.bins
-    tables = {"moments": empty_rows(n * rows).view(n, rows, N_FIELDS)}
-    if bins is not None:
-        dtype = torch.int64 if options.exact_hist else torch.int32
-        tables["counts"] = torch.zeros(n, rows, bins.width - 1, dtype=dtype, device="cpu")
-    if options.window:
-        tables["units"] = torch.zeros(n, rows, len(FIELDS), dtype=torch.float32, device="cpu")
-    on_host = history.on_cpu()
-    for key in on_host.tables:
-        if key[0] in tables:
-            part = on_host.whole(key)
-            tables[key[0]][:, : part.shape[1]] = part
-    return tables
+def record_of(tally: Tally) -> Record:
+    """Everything recorded, as plain numbers; the one place where the host waits for the device."""
+    record = _record(tally, _own(tally))
+    if ranks.is_distributed():
+        record.meta["rank"] = ranks.this_rank()
+    return record
 
 
-def record_of(stats: StatsAccumulator, whole: bool) -> tuple[Record, RankUnits | None]:
-    """Everything recorded, as plain numbers; `whole`: of all ranks, each of which has to call."""
-    history, names, types, options = stats.history, stats.names, stats.types, stats.options
-    tables, of_ranks = tables_of(history, len(names), options), None
-    if stats.variation is not None:
-        tables["variation"] = stats.variation.read(len(names))
-    if whole:
-        names, types, tables, of_ranks = merged(stats, tables)
-    values = statistics(tables["moments"].transpose(0, 1).numpy())
-    if options.window:
-        units = tables["units"].double().transpose(0, 1).numpy()
-        values |= _unit_shares(units, names, types, stats.consumers)
-    hist = _hist(options, tables["counts"], values) if options.bins else None
-    of_column = {n: np.array(history.column(i), np.int64) for i, n in enumerate(AXES)}
-    edges = options.bins.edges if options.bins else None
-    meta = _meta(stats, names)
-    if not whole and ranks.is_distributed():
-        meta["rank"] = ranks.this_rank()
-    if (shares := tables.get("variation")) is not None:
-        meta |= zip(COLUMNS, shares.T.tolist(), strict=True)
-    fields: Any = {**of_column, "values": values, "hist": hist, "edges": edges, "meta": meta}
-    return Record(stats.kind, tuple(names), tuple(types), **fields), of_ranks
+def gathered(tally: Tally) -> Record:
+    """The same of all ranks together: each of them has to call.
 
+    One exchange of all tables, which are merged in the order of the ranks. Of dead units it is the
+    mean of the ranks' shares.
 
-def _unit_shares(
-    table: Any, names: Sequence[str], types: Sequence[str], consumers: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Shares of units by statistic, from (rows, n, 6) `units.FIELDS`; NaN where not judged.
-
-    `dead` is "never above 0" of a ReLU, and of a layer that a ReLU alone reads, which `consumers`
-    says; None if that was not looked for. Others are dead where they give nothing but 0.
+    Raises:
+        HookError: on every rank, if they recorded different steps or with other options.
     """
-    low, zero, dormant, full, n, n_saturable = np.moveaxis(table, -1, 0)
-    n, n_saturable = (np.where(k == 0, np.nan, k) for k in (n, n_saturable))
-    dead = low
-    if consumers is not None:
-        clamped = [is_clamped(consumers, *layer) for layer in zip(names, types, strict=True)]
-        dead = np.where(np.array(clamped, bool)[:, None], low, zero)
+    first, *others = of_all_ranks(f"{tally.kind}s", _own(tally))
+    for other in others:
+        first = _together(first, other)
+    return _record(tally, first)
+
+
+def of_all_ranks(kind: str, own: dict[str, Any]) -> list[dict[str, Any]]:
+    """`own` of all ranks, in their order; a HookError on each if kind, steps or options differ."""
+    every: list[dict[str, Any]] = ranks.gather_object({"kind": kind, **own})
+    for i, other in enumerate(every):
+        for what in ("kind", "steps", "options"):
+            if every[0][what] != other[what]:
+                raise HookError(
+                    f"ranks 0 and {i} recorded {every[0]['kind']} of different {what}: "
+                    f"{_brief(every[0][what])} and {_brief(other[what])}. Give all ranks the same "
+                    f"model, the same recorders and equally many steps; each still reads its own."
+                )
+    return every
+
+
+def _own(tally: Tally) -> dict[str, Any]:
+    """What a rank sends."""
+    history, options = tally.history, tally.options
+    edges = None if options.bins is None else options.bins.edges.tolist()
+    n = len(tally.names)
+    shares = None if tally.variation is None else tally.variation.read(n).numpy()
     return {
-        "dead": dead / n,
-        "dormant": dormant / n,
-        "saturated": full / n_saturable,
-        "never_positive": low / n,
+        "types": dict(zip(tally.names, tally.types, strict=True)),
+        "steps": [(*place, n) for place, n in zip(history.places, history.spans, strict=True)],
+        "options": [options.eps, "units" if options.units else "no units", *(edges or ["no bins"])],
+        "tables": tally.tables(),
+        "variation": shares,
+        "dtypes": {tally.names[row]: str(dtype) for row, dtype in tally.dtypes.items()},
     }
+
+
+def _brief(x: Any) -> str:
+    return f"{len(x)} ({x[0]}, …, {x[-1]})" if isinstance(x, list) and x else str(x)
+
+
+def _together(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    types = {**a["types"], **b["types"]}
+    names = list(types)
+    places = [[names.index(name) for name in each["types"]] for each in (a, b)]
+    pairs = list(zip((a, b), places, strict=True))
+    tables: Tables = {}
+    for name in a["tables"]:
+        both = [_placed(each["tables"][name], at, len(names), name) for each, at in pairs]
+        tables[name] = merged(name, *both)
+    variation = None
+    if a["variation"] is not None:
+        shares = np.full((2, len(names), len(COLUMNS)), np.nan)
+        for i, (each, at) in enumerate(pairs):
+            shares[i, at] = each["variation"]
+        known = ~np.isnan(shares)
+        total = np.where(known, shares, 0.0).sum(0)
+        variation = total / np.where(known.any(0), known.sum(0), np.nan)
+    dtypes = {**b["dtypes"], **a["dtypes"]}
+    return {**a, "types": types, "tables": tables, "variation": variation, "dtypes": dtypes}
+
+
+def _placed(table: Any, at: list[int], rows: int, name: str) -> Any:
+    """(columns, rows, …): a table's rows in the places `at`."""
+    whole = np.zeros((len(table), rows, *table.shape[2:]), table.dtype)
+    if name == "moments":
+        whole[:] = EMPTY
+    whole[:, at] = table
+    return whole
+
+
+def _record(tally: Tally, own: dict[str, Any]) -> Record:
+    tables, names, types = own["tables"], tuple(own["types"]), tuple(own["types"].values())
+    values = statistics(np.moveaxis(tables["moments"], 1, 0))
+    if "units" in tables:
+        values |= _of_units(tables["units"], own["types"], tally.consumers)
+    hist = edges = None
+    if tally.options.bins is not None:
+        edges = tally.options.bins.edges
+        hist = np.ascontiguousarray(np.transpose(tables["hist"], (1, 2, 0))).astype(np.int64)
+    steps, epochs, iters, spans = np.array(own["steps"], np.int64).reshape(-1, 4).T
+    axes: Any = {"steps": steps, "epochs": epochs, "iters": iters, "spans": spans}
+    fields: Any = {"values": values, "hist": hist, "edges": edges, "meta": _meta(tally, own)}
+    return Record(tally.kind, names, types, **axes, **fields)
+
+
+def _of_units(table: Any, types: Mapping[str, str], consumers: Mapping[str, Any]) -> dict[str, Any]:
+    """(rows, n) by statistic, from (n, rows, 4); NaN where nothing was judged."""
+    dead, judged, full, n = np.moveaxis(np.moveaxis(table, 1, 0), -1, 0)
+    clamped = [is_clamped(consumers, *layer) for layer in types.items()]
+    judged = np.where((judged > 0) & np.array(clamped, bool)[:, None], judged, np.nan)
+    return {"dead": dead / judged, "saturated": full / np.where(n > 0, n, np.nan)}
 
 
 def is_clamped(consumers: Mapping[str, Any], name: str, kind: str) -> bool:
@@ -95,45 +135,16 @@ def is_clamped(consumers: Mapping[str, Any], name: str, kind: str) -> bool:
     return kind in CLAMPING or consumers.get(name) in CLAMPING
 
 
-def units_now(
-    stats: StatsAccumulator, of_ranks: RankUnits | None, name: str, which: str
-) -> Tensor | None:
-    """See `StatsAccumulator.units_now`."""
-    found = [] if of_ranks is None else [of_ranks]
-    found += [RankUnits(units, stats.names) for units in stats.units]
-    for units, names in found:
-        seen = units.now(names.index(name)) if name in names else None
-        if seen is not None:
-            low, zero, dormant, _ = seen
-            kind = stats.types[stats.names.index(name)] if name in stats.names else ""
-            clamped = stats.consumers is None or is_clamped(stats.consumers, name, kind)
-            return dormant if which == "dormant" else low if clamped else zero
-    return None
-
-
-def _hist(options: Options, counts: Tensor, values: dict[str, Any]) -> Any:
-    """(rows, bins, n) counts; how many zeros, NaN and Inf there were goes into `values`."""
-    assert options.bins is not None
-    n, table = options.bins.n, counts.long().permute(1, 2, 0).numpy()
-    ran = ~np.isnan(values["count"])
-    for i, name in enumerate(("hist_zero", "hist_nan", "hist_inf")):
-        values[name] = np.where(ran, table[:, n + i], np.nan)
-    return table[:, :n].copy()
-
-
-def _meta(stats: StatsAccumulator, names: Sequence[str]) -> dict[str, Any]:
-    o, consumers = stats.options, stats.consumers or {}
-    dtypes = {stats.names[row]: str(dtype) for row, dtype in stats.dtypes.items()}
-    meta: dict[str, Any] = {"eps": o.eps, "skipped": dict(stats.skipped)}
-    meta["dtype"] = [dtypes.get(name, "") for name in names]
-    meta["unscaled"] = stats.unscaled
-    if consumers:
-        meta["feeds"] = [consumers.get(name) for name in names]
-    meta |= {name: copy(fact) for name, fact in stats.facts.items() if fact}
-    if o.window:
-        meta["window"] = o.window
-    if o.bins is not None:
-        meta["exact_hist"] = o.exact_hist
-        meta["sample"] = None if o.exact_hist else o.sample
-        meta["sample_error"] = 0.0 if o.exact_hist else sample_error(o.sample)
+def _meta(tally: Tally, own: dict[str, Any]) -> dict[str, Any]:
+    names = list(own["types"])
+    meta: dict[str, Any] = {"eps": tally.options.eps, "skipped": dict(tally.skipped)}
+    meta["dtype"] = [own["dtypes"].get(name, "") for name in names]
+    meta["unscaled"] = tally.unscaled
+    if tally.consumers:
+        meta["feeds"] = [tally.consumers.get(name) for name in names]
+    meta |= {name: copy(fact) for name, fact in tally.facts.items() if fact}
+    if tally.options.units:
+        meta["window"] = WINDOW
+    if own["variation"] is not None:
+        meta |= zip(COLUMNS, own["variation"].T.tolist(), strict=True)
     return meta

@@ -1,16 +1,14 @@
 """How much of what a layer gives differs from sample to sample: 0 where all samples give the same.
 
 The share is var / mean square: the variance over the first dimension, averaged over the others,
-divided by the mean square of all values. 1 minus it is what the samples have in common. It is
-looked at in a few batches only, on some samples and some of their values, since it is to show a
-collapse, which is a matter of powers of ten. What a layer is given is looked at in the first step,
-in all its calls, since the first one may be given zeros: whether the data are of a usual size is a
-matter of powers of ten, too. Nothing here waits for a device.
+divided by the mean square of all values. It shows a collapse, which is a matter of powers of ten:
+so some samples and some of their values are enough, in records 0, 1, 2, 4, 8, …. The first step's
+inputs are looked at too: their size, their largest value, their share. Nothing waits for a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
 from typing import Any
 
 import torch
@@ -19,88 +17,88 @@ from torch import Tensor
 from hookkit.hooks.snapshot import is_transforming
 from hookkit.nested import leaves
 
-EVERY = 16
-"""Recorded steps from one look to the next."""
-
-_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-_SAMPLES, _VALUES, _LATEST = 64, 2048, 3
-
 COLUMNS = ("first_variation", "last_variation", "given_rms", "given_max", "given_variation")
 """What is known of each row, by its name in `Record.meta`."""
 
+_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_SAMPLES, _VALUES = 16, 512
+
+
+def is_due(n: int) -> bool:
+    """Whether variation is looked at in record number `n`: 0 or a power of two.
+
+    >>> [n for n in range(20) if is_due(n)]
+    [0, 1, 2, 4, 8, 16]
+    """
+    return n & (n - 1) == 0
+
 
 class Variation:
-    """The share of each row in the first look, and in the latest three; and what it is given.
+    """The share of each row in the first look and in the last; and its inputs in the first step.
 
-    >>> seen = Variation()
-    >>> seen.see(0, torch.tensor([[1.0, 3.0], [3.0, 1.0]]))
-    >>> seen.see(1, torch.tensor([[1.0, 3.0], [1.0, 3.0]]))
-    >>> seen.read(3)[:, :2].tolist()
+    >>> looks = Variation()
+    >>> looks.see(0, torch.tensor([[1.0, 3.0], [3.0, 1.0]]))
+    >>> looks.see(1, torch.tensor([[1.0, 3.0], [1.0, 3.0]]))
+    >>> looks.read(3)[:, :2].tolist()
     [[0.20000000298023224, 0.20000000298023224], [0.0, 0.0], [nan, nan]]
-    >>> seen.see_given(0, torch.tensor([[3.0], [-5.0]]))
-    >>> dict(zip(COLUMNS, seen.read(3)[0].tolist(), strict=True))["given_max"]
+    >>> looks.see_inputs(0, torch.tensor([[3.0], [-5.0]]))
+    >>> dict(zip(COLUMNS, looks.read(3)[0].tolist(), strict=True))["given_max"]
     5.0
     """
 
     def __init__(self) -> None:
-        self._looks: dict[int, list[Tensor]] = {}  # by row: the first, and the latest
-        self._given: dict[int, Tensor] = {}  # by row: RMS, largest size and share
-        self._calls: dict[int, int] = {}  # of how many calls that is
+        self._first: dict[int, Tensor] = {}
+        self._last: dict[int, Tensor] = {}
+        self._inputs: dict[int, list[Tensor]] = {}  # of each call: mean square, largest, share
 
     def see(self, row: int, t: Tensor) -> None:
         """Looks at one output of a layer, (samples, …) floats on any device; skips others."""
-        if not _is_usual(t) or t.ndim < 2 or len(t) < 2:
-            return
-        # in this order: PyTorch restores the grad mode of its beginning where Ctrl-C ends the first
-        with torch.inference_mode(False), torch.no_grad():
-            share = _share(_some(t))
-        looks = self._looks.setdefault(row, [])
-        looks.append(share)
-        if len(looks) > 1 + _LATEST:
-            del looks[1]
+        if _is_usual(t) and t.ndim > 1 and len(t) > 1:
+            # in this order: PyTorch restores the grad mode of its beginning where Ctrl-C ends the
+            # first
+            with torch.inference_mode(False), torch.no_grad():
+                self._last[row] = share = _share(_part(t))
+            self._first.setdefault(row, share)
 
-    def see_given(self, row: int, inputs: Any) -> None:
-        """Looks at the first tensor that a layer is given; others than floats are passed."""
+    def see_inputs(self, row: int, inputs: Any) -> None:
+        """Looks at the first tensor of a layer's inputs; others than floats are passed."""
         t = None if is_transforming() else next(iter(leaves(inputs)), None)
-        if t is None or not _is_usual(t) or not t.ndim:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            x, n = _some(t), self._calls.get(row, 0)
-            rms, most, share = x.square().mean().sqrt(), x.abs().amax(), _share(x)
-            if n:
-                others = self._given[row].to(x.device).unbind()
-                rms = ((n * others[0].square() + rms.square()) / (n + 1)).sqrt()
-                most, share = torch.maximum(most, others[1]), torch.fmax(share, others[2])
-            self._given[row], self._calls[row] = torch.stack((rms, most, share)), n + 1
+        if t is not None and _is_usual(t) and t.ndim:
+            with torch.inference_mode(False), torch.no_grad():
+                x = _part(t)
+                call = torch.stack((x.square().mean(), x.abs().amax(), _share(x)))
+            self._inputs.setdefault(row, []).append(call)
 
     def read(self, rows: int) -> Tensor:
-        """(rows, 5) float64 on the CPU: `COLUMNS`, of the latest shares the median, or NaN."""
-        looks = [(row, x) for row, found in self._looks.items() for x in found]
-        known: dict[int, list[float]] = {}
-        for row, share in _on_the_host(looks):
-            known.setdefault(row, []).append(share)
-        table = torch.full((rows, len(COLUMNS)), torch.nan, dtype=torch.float64, device="cpu")
-        for row, (first, *latest) in known.items():
-            table[row, 0], table[row, 1] = first, sorted(latest or [first])[len(latest) // 2]
-        for row, given in _on_the_host([*self._given.items()]):
-            table[row, 2:] = torch.tensor(given, dtype=torch.float64, device="cpu")
+        """(rows, 5) float64 on the CPU: `COLUMNS`, NaN where nothing was seen. Waits once a row."""
+        table = torch.full((rows, len(COLUMNS)), math.nan, dtype=torch.float64, device="cpu")
+        for column, shares in enumerate((self._first, self._last)):
+            for row, share in shares.items():
+                table[row, column] = share
+        for row, calls in self._inputs.items():  # all calls count: the first may be fed zeros
+            square, most, share = torch.stack([x.cpu() for x in calls]).double().unbind(1)
+            known = share[~share.isnan()]
+            table[row, 2], table[row, 3] = square.mean().sqrt(), most.max()
+            table[row, 4] = known.max() if len(known) else math.nan
         return table
 
     @classmethod
     def of(cls, table: Tensor) -> Variation:
         """One that reads as the (rows, 5) `table` does, such as the means over ranks."""
         new = cls()
-        for row, known in enumerate(table):
-            looks = known[:2][~known[:2].isnan()]
-            new._looks |= {row: [*looks.unbind()]} if len(looks) else {}
-            if not known[2].isnan():
-                new._given[row], new._calls[row] = known[2:].clone(), 1
+        for row, (first, last, rms, most, share) in enumerate(table):
+            if not first.isnan():
+                new._first[row], new._last[row] = first, last
+            if not rms.isnan():
+                new._inputs[row] = [torch.stack((rms.square(), most, share))]
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        looks = {row: [x.cpu() for x in found] for row, found in self._looks.items()}
-        given = {row: x.cpu() for row, x in self._given.items()}
-        return {"_looks": looks, "_given": given, "_calls": self._calls}
+        shares = {
+            k: {row: x.cpu() for row, x in vars(self)[k].items()} for k in ("_first", "_last")
+        }
+        inputs = {row: [x.cpu() for x in calls] for row, calls in self._inputs.items()}
+        return {**shares, "_inputs": inputs}
 
 
 def _is_usual(t: Tensor) -> bool:
@@ -108,7 +106,7 @@ def _is_usual(t: Tensor) -> bool:
     return usual and not (t.is_nested or t.is_meta) and t.numel() > 0
 
 
-def _some(t: Tensor) -> Tensor:
+def _part(t: Tensor) -> Tensor:
     """(samples, values) float32 of some of both."""
     x = t.detach()[:_SAMPLES]
     x = x[:, None] if x.ndim < 2 else x.flatten(1)
@@ -118,13 +116,6 @@ def _some(t: Tensor) -> Tensor:
 def _share(x: Tensor) -> Tensor:
     """() the share that differs; NaN of one sample, which differs from no other."""
     if len(x) < 2:
-        return x.new_full((), torch.nan)
-    return x.var(0, correction=0).mean() / x.square().mean()
-
-
-def _on_the_host(rows: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, Any]]:
-    """Each row with its numbers."""
-    for device in dict.fromkeys(x.device for _, x in rows):
-        own = [(row, x) for row, x in rows if x.device == device]
-        values = torch.stack([x for _, x in own]).tolist()  # sync: one per device
-        yield from zip((row for row, _ in own), values, strict=True)
+        return x.new_full((), math.nan)
+    # centred by hand: `var` over the first dimension is not vectorized on a CPU (12 times slower)
+    return (x - x.mean(0)).square_().mean() / x.square().mean()

@@ -4,29 +4,27 @@ Every function takes what was recorded (a `Record`, a `Run`, a recorder or a dri
 and returns what it drew on: an Axes (pass `ax=`) where there is one panel, a Figure (pass `fig=`)
 where there are several. Steps are optimizer steps; dotted lines mark epochs; colours run from the
 first layer (dark) to the last (light) and are safe for colour-blind readers; vermilion means NaN or
-Inf and nothing else.
+Inf and nothing else. What has no value is left out, and the title says so.
 
-    figures     figures, files, colours, text; says how to install matplotlib
-    arrays      edges, limits, smoothing: what can be decided without matplotlib
-    labels      names of layers that fit where they are drawn
-    axes        titles, scales and ticks, names of layers, marks of epochs and of NaN or Inf
-    bins        axes of histograms: where bins lie, how wide they are, densities, ticks
-    heatmaps    plot_run
-    histograms  color_dim, plot_density
-    lines       plot_stats, plot_updates, plot_dead, plot_layer_stats
-    depth       plot_depth
-    loss        plot_loss
-    rates       the learning rate over a training, and what lr_find found
-    svg         a picture as SVG for a page, light or dark
+    figures   figures, files, colours, and what axes have in common
+    heatmaps  plot_run: layers by steps
+    lines     plot_stats, plot_updates, plot_dead, plot_layer_stats, plot_depth: a line a layer
+    spread    color_dim, plot_density: histograms
+    rates     plot_loss, and the learning rates of a training and of lr_find: one line
 """
 
 from hookkit.plotting import figures as figures  # first: it says how to install matplotlib
-from hookkit.plotting.depth import plot_depth
 from hookkit.plotting.figures import offscreen, png, save
 from hookkit.plotting.heatmaps import plot_run
-from hookkit.plotting.histograms import color_dim, plot_density
-from hookkit.plotting.lines import plot_dead, plot_layer_stats, plot_stats, plot_updates
-from hookkit.plotting.loss import plot_loss
+from hookkit.plotting.lines import (
+    plot_dead,
+    plot_depth,
+    plot_layer_stats,
+    plot_stats,
+    plot_updates,
+)
+from hookkit.plotting.rates import plot_loss
+from hookkit.plotting.spread import color_dim, plot_density
 
 __all__ = [
     "color_dim",

@@ -1,11 +1,12 @@
-"""Figures, files, colours and text: what every picture needs. No global setting is changed.
+"""Figures, files, colours, and what axes have in common. No global setting is changed.
 
 The first file of the folder to be imported, so the one that says how to install matplotlib.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from io import BytesIO
@@ -14,35 +15,32 @@ from typing import Any
 
 import numpy as np
 
-from hookkit.checks import check_path, kind_of, shown
+from hookkit.checks import check_number, check_path
 from hookkit.errors import ArgumentError, OptionError, missing_extra
 from hookkit.files import atomic_write
-from hookkit.interrupts import block
+from hookkit.records import Floats, Ints, Record
 
 try:
     import matplotlib as mpl
-    from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import ListedColormap, Normalize, to_rgba
-    from matplotlib.figure import Figure, FigureBase
-    from matplotlib.patches import Patch
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
 except ImportError:
     raise missing_extra("matplotlib", "plot", "draw") from None
 
-FAINT = "#767676"
-"""Grey that is legible on white and on black: a contrast of 4.5 to 1 (WCAG 2.2, 1.4.3)."""
-ALARM = "#d55e00"
-"""Vermilion of Okabe and Ito's palette, which colour-blind readers distinguish: NaN or Inf only."""
-NEVER = "#bcbcbc"
-BLACK, WHITE = "#010101", "#fefefe"
-"""Of what is black or white on every ground: on a page, the colour of text is that of its theme."""
-BLUE = "#0072b2"
-ORANGE = "#e69f00"
+# Vermilion, blue and orange are Okabe and Ito's, which colour-blind readers distinguish. FAINT is
+# legible on white and on black: a contrast of 4.5 to 1 (WCAG 2.2, 1.4.3).
+ALARM, BLUE, ORANGE, FAINT, GREY = "#d55e00", "#0072b2", "#e69f00", "#767676", "#bcbcbc"
+
+KINDS = {"activation": "activations", "gradient": "gradients", "param": "parameters"}
+
+FEW = 12
+"""Lines up to which a legend names each; of more a colour bar names some."""
 
 _offscreen: ContextVar[bool] = ContextVar("_offscreen", default=False)
 
 
-@block
+@contextmanager
 def offscreen() -> Iterator[None]:
     """Inside, new figures are not pyplot's: for pictures that go to a file, from any thread.
 
@@ -59,8 +57,6 @@ def offscreen() -> Iterator[None]:
 def png(picture: Any, dpi: int = 100) -> bytes:
     """A Figure or Axes as the bytes of a PNG file; a figure of pyplot's is closed.
 
-    On the background that it was drawn for, white unless the user's style is a dark one.
-
     Args:
         picture: a Figure or an Axes.
         dpi: dots per inch.
@@ -71,25 +67,17 @@ def png(picture: Any, dpi: int = 100) -> bytes:
     Raises:
         ArgumentError: `picture` is neither.
     """
-    figure = figure_of(picture)
-    buffer = BytesIO()
-    ground = to_rgba(figure.get_facecolor())
-    ground = ground if ground[3] else to_rgba("white")  # text on nothing may not be seen
-    figure.savefig(buffer, format="png", dpi=dpi, facecolor=ground, metadata={"Software": None})
-    if hasattr(figure, "number"):  # pyplot keeps a figure alive until it is closed
-        pyplot().close(figure)
-    return buffer.getvalue()
-
-
-def figure_of(picture: Any) -> Any:
-    """The Figure that `picture` is, or that it is an Axes of; else an ArgumentError."""
     figure = picture if isinstance(picture, Figure) else getattr(picture, "figure", None)
     if not isinstance(figure, Figure):
         raise ArgumentError(
             f"expected a picture, found {type(picture).__name__}. "
             f"Give the Figure or the Axes that a plot_… function returned."
         )
-    return figure
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
+    if hasattr(figure, "number"):  # pyplot keeps a figure alive until it is closed
+        _pyplot().close(figure)
+    return buffer.getvalue()
 
 
 def save(picture: Any, path: str | Path, dpi: int = 150) -> Path:
@@ -119,27 +107,31 @@ def save(picture: Any, path: str | Path, dpi: int = 150) -> Path:
     return path
 
 
-def pyplot() -> Any:
-    """matplotlib.pyplot, imported late: it chooses a backend."""
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
-
-
 def new_figure(fig: Any, width: float, height: float) -> Any:
     """`fig`, or a new figure: pyplot's, so that notebooks show it, unless `offscreen()`.
 
     An empty Figure that nothing lays out is given a layout, or names would be cut off at its edge.
     """
     if fig is None:
-        make = Figure if _offscreen.get() else pyplot().figure
+        make = Figure if _offscreen.get() else _pyplot().figure
         fig = make(figsize=(width, height), layout="constrained")
-    _checked("fig", fig, FigureBase, "a Figure or SubFigure")
     if isinstance(fig, Figure):
         if not fig.axes and fig.get_layout_engine() is None:
             fig.set_layout_engine("constrained")
         fig._ipython_display_ = partial(_leave_pyplot, fig)  # type: ignore[attr-defined]
     return fig
+
+
+def new_axes(ax: Any, width: float = 10, height: float = 4) -> Any:
+    """`ax`, or the only Axes of a new figure."""
+    return new_figure(None, width, height).subplots() if ax is None else ax
+
+
+def _pyplot() -> Any:
+    """matplotlib.pyplot, imported late: it chooses a backend."""
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
 
 
 def _leave_pyplot(figure: Any) -> None:
@@ -148,73 +140,123 @@ def _leave_pyplot(figure: Any) -> None:
     Otherwise the inline backend shows every figure that pyplot has at the end of the cell, too.
     NotImplementedError makes IPython go on and show it in the formats that the user has chosen.
     """
-    if "inline" in pyplot().get_backend():  # windows of other backends stay open
-        pyplot().close(figure)
+    if "inline" in _pyplot().get_backend():  # windows of other backends stay open
+        _pyplot().close(figure)
     raise NotImplementedError
 
 
-def new_axes(ax: Any, width: float, height: float) -> Any:
-    """`ax`, or the only Axes of a new figure."""
-    if ax is not None:
-        return _checked("ax", ax, Axes, "an Axes")
-    return new_figure(None, width, height).subplots()
+# --- what axes have in common
 
 
-def _checked(name: str, given: Any, kind: type, word: str) -> Any:
-    if not isinstance(given, kind):
-        raise ArgumentError(
-            f"{name}={shown(given)}: expected {word} of matplotlib's, found {kind_of(given)}. Give "
-            f"one, or none for a new one."
-        )
-    return given
+def title(ax: Any, text: str) -> None:
+    """A small title at the left; no box and a faint grid."""
+    ax.set_title(text, fontsize=10, loc="left")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(alpha=0.25, lw=0.6)
+    ax.set_axisbelow(True)
+    ax.tick_params(labelsize=8, which="both")
 
 
-def ink(ax: Any) -> Any:
-    """The colour of text in the user's style: black, or white on a dark background."""
-    return ax.xaxis.label.get_color()
+def nothing(ax: Any, why: str = "nothing was recorded") -> Any:
+    """An Axes that says why it is empty."""
+    ax.text(0.5, 0.5, why, transform=ax.transAxes, ha="center", fontsize=9, color=FAINT)
+    ax.set_axis_off()
+    return ax
 
 
-def literal(text: str) -> str:
-    """`text` on one line, with dollar signs escaped: matplotlib reads formulas between two.
+def label(record: Record, row: int, width: int = 32) -> str:
+    """A layer's name and type on one line, of a long one the end, which is what differs.
 
-    >>> literal("cost in $ or $US")
-    'cost in \\\\$ or \\\\$US'
+    Dollar signs are escaped: matplotlib reads formulas between two.
     """
-    return " ".join(text.replace("$", r"\$").splitlines())
+    text = " ".join(record.labels[row].split())
+    text = text if len(text) <= width else f"…{text[1 - width :]}"
+    return text.replace("$", r"\$")
 
 
-def colour_map(name: str, n: int = 64, **extremes: Any) -> Any:
-    """`n` colours of a named colour map, with colours for `bad`, `under` and `over`.
-
-    Steps of 64 are not seen; with all 256 a page of pictures would be a third larger.
-    Maps other than viridis lose their two ends, which are nearly black: black means zero here.
-    """
-    ends = (0.0, 1.0) if name == "viridis" else (0.1, 0.9)
-    return ListedColormap(mpl.colormaps[name](np.linspace(*ends, n))).with_extremes(**extremes)
+def name_layers(axis: Any, record: Record, rows: Sequence[int], most: int, **style: Any) -> None:
+    """Ticks with the names of every n-th of `rows`, so that at most `most` are named."""
+    ticks = range(0, len(rows), -(-len(rows) // most) or 1)
+    axis.set_ticks([*ticks], [label(record, rows[i]) for i in ticks], fontsize=7, **style)
 
 
-def depth_colours(n: int) -> list[Any]:
-    """`n` colours from the first layer (dark) to the last (light), all visible on both grounds."""
-    return list(mpl.colormaps["viridis"](np.linspace(0.25, 0.9, n)))
+def colours(n: int) -> Any:
+    """`n` colours from the first layer (dark) to the last (light), all visible on white."""
+    return mpl.colormaps["viridis"](np.linspace(0.1, 0.9, n))
 
 
-def depth_scale(n: int) -> Any:
-    """What a colour bar needs to show `depth_colours(n)`."""
-    return ScalarMappable(Normalize(0, max(1, n - 1)), ListedColormap(depth_colours(256)))
+def layer_key(ax: Any, record: Record, rows: Sequence[int]) -> None:
+    """Which line is which layer, beside `ax`: a legend for a few, a colour bar for many."""
+    if len(rows) <= FEW:
+        ax.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        return
+    scale = ScalarMappable(mpl.colors.Normalize(0, len(rows) - 1), ListedColormap(colours(256)))
+    bar = ax.figure.colorbar(scale, ax=ax, pad=0.01, aspect=25)
+    bar.ax.invert_yaxis()
+    name_layers(bar.ax.yaxis, record, rows, 16)
 
 
-def key(fig: Any, colours: dict[str, str], lines: list[str]) -> None:
-    """What special colours of a figure mean, above it; lines of text, below it.
+def step_edges(steps: Ints) -> Floats:
+    """(n + 1,) edges of the cells of `steps`: each reaches to the next record."""
+    width = float(np.median(np.diff(steps))) if len(steps) > 1 else 1.0
+    return np.append(steps.astype(np.float64), steps[-1] + width)
 
-    Side by side, a long line would lie on the colours.
-    """
-    words = [Patch(fc="none", ec="none", label=literal(line)) for line in lines]
-    edge = mpl.rcParams["text.color"]
-    patches = [Patch(fc=c, ec=edge, lw=0.5, label=meaning) for meaning, c in colours.items()]
-    if words:
-        text = {"handlelength": 0, "handletextpad": 0, "loc": "outside lower left"}
-        fig.legend(handles=words, fontsize=8, frameon=False, **text)
-    if patches:
-        wide = sum(len(meaning) + 8 for meaning in colours) > 130  # more than fit in a row
-        row = {"ncols": 2 if wide else len(patches), "loc": "outside upper right"}
-        fig.legend(handles=patches, fontsize=8, frameon=False, borderaxespad=0, **row)
+
+def mark_steps(ax: Any, record: Record | None) -> None:
+    """Labels x as optimizer steps, and marks where epochs begin."""
+    ax.set_xlabel("optimizer step", fontsize=9)
+    ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    if record is None or not len(record):
+        return
+    again = np.diff(record.iters) < 0  # another fit counts batches, and epochs, from 0
+    starts = record.steps[1:][(np.diff(record.epochs) != 0) | again]
+    for step in starts[:: -(-len(starts) // 12) or 1]:
+        ax.axvline(step, color=FAINT, lw=0.7, ls=":")
+
+
+def mark_broken(ax: Any, edges: Floats, broken: Any) -> None:
+    """A vermilion bar along the top over the cells between `edges` that are `broken`, (n,) bool."""
+    if broken.any():
+        style = {"step": "post", "transform": ax.get_xaxis_transform(), "color": ALARM, "lw": 0}
+        ax.fill_between(edges, 0.96, 1, where=np.append(broken, broken[-1]), **style)
+        ax.text(1, 0.94, "NaN or Inf", transform=ax.transAxes, fontsize=7, va="top", ha="right")
+
+
+def fit_scale(ax: Any, values: Floats, ratio: float = 100) -> None:
+    """A log scale, or a signed one, where few of `values` are `ratio` times as large as most."""
+    values = values[np.isfinite(values)]
+    sizes = np.abs(values[values != 0])
+    usual = np.percentile(sizes, 75) if len(sizes) else np.inf
+    if len(values) and values.max() > ratio * values.min() > 0:
+        ax.set_yscale("log")
+    elif len(sizes) and sizes.max() > ratio * usual:
+        ax.set_yscale("symlog", linthresh=10 ** np.ceil(np.log10(usual)))
+
+
+# --- what is drawn, as arrays
+
+
+def nonfinite(record: Record) -> Any:
+    """(n_layers, n) bool: where a NaN or an Inf was counted."""
+    none = np.zeros((len(record.names), len(record)))
+    return np.asarray(record.values.get("nonfinite", none)) > 0
+
+
+def log10(values: Floats) -> Floats:
+    """log10 without warnings: −inf for 0, NaN for NaN and for negatives."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(np.log10(values), dtype=np.float64)
+
+
+def matrices(record: Record) -> list[int]:
+    """Rows of parameters of two dimensions or more, which a learning rate is judged by."""
+    ndim = record.meta.get("ndim", [2] * len(record.names))
+    return [i for i, n in enumerate(ndim) if n > 1]
+
+
+def columns_of(who: str, record: Record, steps: Sequence[int]) -> list[int]:
+    """Columns of the records nearest to `steps`, in order; an OptionError of `who` for others."""
+    first, last = int(record.steps[0]), int(step_edges(record.steps)[-1]) - 1
+    what = "an optimizer step that was recorded; the nearest record is taken"
+    known = [check_number(who, "step", s, first, last, whole=True, what=what) for s in steps]
+    return sorted({int(np.abs(record.steps - step).argmin()) for step in known})

@@ -1,37 +1,19 @@
-"""Pictures with a line for each layer over steps, coloured by depth."""
+"""Pictures with a line for each layer, coloured by depth: over steps, and through the net."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hookkit.health.units import can_be_dormant, can_die
-from hookkit.plotting import arrays, figures
-from hookkit.plotting.axes import (
-    KINDS,
-    count_steps,
-    log_y,
-    mark_broken,
-    mark_epochs,
-    name_layers,
-    nothing,
-    plain,
-    signed_log_if_wide,
-    title,
-)
-from hookkit.plotting.labels import listed, row_label
-from hookkit.records import Floats, Record, as_record, by_module
+from hookkit.plotting import figures
+from hookkit.plotting.figures import KINDS, new_axes, new_figure
+from hookkit.records import Floats, Record, as_record, as_run, by_module, in_order
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-FEW = 12
-"""Layers up to which a legend names each line, and each is drawn as it is behind its mean."""
-
-SHAPES = "os^DvPX<>ph*"
-"""One for each of a few lines."""
 
 
 def plot_stats(record: Any, *, fig: Any = None) -> Figure:
@@ -45,25 +27,22 @@ def plot_stats(record: Any, *, fig: Any = None) -> Figure:
         The Figure.
     """
     record = by_module(as_record(record, "activation", "gradient"))
-    fig = figures.new_figure(fig, 10, 4)
+    fig = new_figure(fig, 10, 4)
     left, right = fig.subplots(1, 2, sharex=True)
     mean, std = record.value("mean"), record.value("std")
-    _lines(left, record, mean, f"Mean of {KINDS[record.kind]}")
-    signed_log_if_wide(left, mean)
-    _lines(right, record, std, f"Standard deviation of {KINDS[record.kind]}", key=True)
-    log_y(right, std)
-    zero = (std == 0).any(axis=1) & (np.isnan(std) | (std == 0)).all(axis=1)
-    if zero.any() and right.get_yscale() == "log":
-        _note(right, "always 0", [record.labels[i] for i in np.flatnonzero(zero)], 40)
+    _lines(left, record, mean, f"Mean of {KINDS[record.kind]}", key=False)
+    figures.fit_scale(left, mean)
+    right.set_yscale("log")
+    std = np.where(std > 0, std, np.nan)  # a log axis has no 0
+    _lines(right, record, std, f"Standard deviation of {KINDS[record.kind]}")
     return fig
 
 
 def plot_updates(record: Any, *, ax: Any = None) -> Axes:
     """log10 of update:weight of every matrix over steps, with the −3 that is a healthy pace.
 
-    Vectors (biases, norms) are not drawn: their updates say little about the learning rate. A
-    matrix that begins at 0 is drawn from the first step on that changes it by 1 % or less: until
-    then its relative update is large whatever the learning rate.
+    Vectors (biases, norms) are not drawn: their updates say little about the learning rate. The
+    line of a matrix that begins at 0 begins high, whatever the rate.
     Source: Karpathy's makemore, part 3; cs231n, "ratio of weights:updates".
 
     Args:
@@ -73,40 +52,23 @@ def plot_updates(record: Any, *, ax: Any = None) -> Axes:
     Returns:
         The Axes.
     """
-    record = by_module(as_record(record, "param"))
-    ndim = np.asarray(record.meta.get("ndim", [2] * len(record.names)))
-    ax = figures.new_axes(ax, 10, 4.5)
-    ratio, young = arrays.update_ratios(record)
-    ratio = arrays.log10(ratio)
-    moved = np.isfinite(ratio).any(axis=1) | young.any(axis=1)
-    never = np.isneginf(ratio).any(axis=1) & ~moved & (ndim >= 2)
-    ratio[~np.isfinite(ratio) | (ndim < 2)[:, None]] = np.nan
+    record, ax = by_module(as_record(record, "param")), new_axes(ax, 10, 4.5)
+    ratio = figures.log10(record.value("update_ratio"))
     head = "Update : weight of matrices; dashed: −3, a healthy pace"
-    head += "; those that begin at 0: once below −2" if young[ndim >= 2].any() else ""
-    low, high = arrays.span(ratio)
-    if np.isfinite(ratio).any():  # or a frozen matrix would flatten all others
-        low = max(low, float(np.nanmedian(ratio)) - 6)
-    below = int((np.isfinite(ratio).any(axis=1) & ~(ratio >= low).any(axis=1)).sum())
-    head += f"; {below} below this range" if below else ""
-    _lines(ax, record, ratio, head, key=True, ylabel="log10 |Δw| / |w|")
-    if np.isfinite(ratio).any():
-        ax.axhline(-3, color=figures.ink(ax), lw=1.2, ls="--")
-        ax.set_ylim(min(low - 0.1, -3.3), max(high + 0.1, -2.7))  # the dashed line stays in view
-    if never.any():
-        _note(ax, "never moved", [record.labels[i] for i in np.flatnonzero(never)], 80)
+    _lines(ax, record, ratio, head, figures.matrices(record), ylabel="log10 |Δw| / |w|")
+    ax.axhline(-3, color=figures.FAINT, ls="--")
     return ax
 
 
 def plot_dead(record: Any, *, ax: Any = None) -> Axes:
-    """The share of each layer's units that are dead (solid) or dormant (dashed, with rings).
+    """The share of each layer's units that are dead, in per cent.
 
-    Dead units are those of ReLUs, and of layers that a ReLU alone reads: from the step on at which
-    they are drawn, they never gave anything above 0 for as long as they were watched (`window`
-    records of `ActivationStats`, or half of that). There is a point for each half window, so units
-    died between the point where they are drawn and the one before. Dormant units are those of
-    activations, drawn in the middle of the window over which their mean size was judged.
+    Units of ReLUs, and of layers that a ReLU alone reads, are dead if they never gave anything
+    above 0, others if they gave nothing but 0, throughout the last records: as many as the `window`
+    of `ActivationStats`, or half of that in the beginning. There is a point for each half window,
+    none for a shorter one (but at the end), nor for one that ends with NaN or Inf.
 
-    Where no such units were recorded, the share of values near zero instead; the title says so.
+    Where units were not recorded, the share of values near zero instead; the title says so.
 
     Args:
         record: a Run, a Record, a recorder, a Watcher or a Learner.
@@ -115,59 +77,22 @@ def plot_dead(record: Any, *, ax: Any = None) -> Axes:
     Returns:
         The Axes.
     """
-    record = by_module(as_record(record, "activation", "gradient"))
-    ax, shape = figures.new_axes(ax, 10, 4.5), (len(record.names), len(record))
-    none = np.full(shape, np.nan)
-    dead = np.where(can_die(record)[:, None], record.values.get("dead", none), np.nan)
-    dormant = np.where(can_be_dormant(record)[:, None], record.values.get("dormant", none), np.nan)
-    if np.isfinite(dead).any() or np.isfinite(dormant).any():
-        _units(ax, record, dead, dormant)
+    record, ax = by_module(as_record(record, "activation", "gradient")), new_axes(ax, 10, 4.5)
+    dead, eps = record.values.get("dead"), record.meta.get("eps", 0)
+    if dead is None or not np.isfinite(dead).any():
+        head = f"Values near zero (|x| ≤ {eps:g})"
+        _lines(ax, record, 100 * record.value("near_zero"), head, ylabel="% of values")
     else:
-        seen = np.isfinite(record.values.get("dead", none)).any()
-        why = "; no layer is known to end in a ReLU, so none has dead units" if seen else ""
-        head = f"Values near zero{_eps(record)}{why}"
-        _lines(ax, record, 100 * record.value("near_zero"), head, key=True, ylabel="% of values")
+        window = int(record.meta.get("window", 1))
+        # In records, of which a column may have several. Within a half window the shares fall, as
+        # it grows; so each is drawn where it ends.
+        halves = (np.cumsum(record.spans) - 1) // max(window // 2, 1)
+        ends = np.append(np.diff(halves) > 0, True)
+        dead = np.where(ends & ~figures.nonfinite(record), 100 * dead, np.nan)
+        head = f"Units that are dead over the last {window} records"
+        _lines(ax, record, dead, head, ylabel="% of units", style="o-")
     ax.set_ylim(-2, 102)
     return ax
-
-
-def _units(ax: Any, record: Record, dead: Floats, dormant: Floats) -> None:
-    """Dead units where their windows begin, up to the last one's end; dormant ones in the middle.
-
-    Both (n_layers, n) shares, NaN where they mean nothing.
-    """
-    known = np.isfinite(dead) | np.isfinite(dormant)
-    rows = np.flatnonzero(known.any(axis=1)).tolist()
-    begin, end = arrays.judged_windows(record, rows)
-    steps = record.steps
-    since, dead = np.append(steps[begin], steps[end[-1:]]), dead[:, np.append(end, end[-1:])]
-    middle, dormant = (steps[begin] + steps[end]) / 2, dormant[:, end]
-    has_dead, has_dormant = bool(np.isfinite(dead).any()), bool(np.isfinite(dormant).any())
-    ring = {"ls": "--", "marker": "o", "mfc": "none", "ms": 6}  # seen around a point of dead units
-    curves(ax, record, middle, 100 * dormant, rows=rows, key=not has_dead, **ring)
-    curves(ax, record, since, 100 * dead, rows=rows, key=has_dead)
-    rings = ["dormant (dashed, rings)"] * has_dormant
-    words = [f"dead{_how_long(record)} (solid)"] * has_dead + rings
-    title(ax, f"Units that are {' or '.join(words or ['dead'])}")
-    ax.set_ylabel("% of units", fontsize=9)
-    _step_axis(ax, record, rows)
-    if not words:
-        _empty(ax, record)
-    if has_dead and not np.nan_to_num(dead).any():
-        ax.text(
-            0.5, 0.5, "no unit is dead", transform=ax.transAxes, ha="center", color=figures.FAINT
-        )
-
-
-def _how_long(record: Record) -> str:
-    window = int(record.meta.get("window", 1))
-    half, most = (min(max(n, 1), len(record)) for n in (window // 2, window))
-    many = f"{half} to {most} records" if half < most else f"{most} record{'s' * (most > 1)}"
-    return f" for the next {many}" if window > 1 else ""
-
-
-def _eps(record: Record) -> str:
-    return f" (|x| ≤ {record.meta['eps']:g})" if "eps" in record.meta else ""
 
 
 def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Figure:
@@ -188,120 +113,107 @@ def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Figur
     """
     record = as_record(record, "activation", "gradient")
     row = record.layer(layer)
-    fig, smooth = figures.new_figure(fig, 10, 3), _smooth(record)
-    panels = {
-        "mean": ("Mean", 1),
-        "std": ("Standard deviation", 1),
-        "near_zero": (f"Near zero{_eps(record)}, % of values", 100),
-    }
-    for ax, (statistic, (head, scale)) in zip(fig.subplots(1, 3), panels.items(), strict=True):
-        values = scale * record.value(statistic, row)
-        if not np.isfinite(values).any():
-            _empty(ax, record)
-        line(ax, record.steps, values, color=figures.BLUE, alpha=0.35 if smooth else 1.0)
-        if smooth:
-            line(ax, record.steps, arrays.smoothed(values, smooth), color=figures.BLUE)
-        title(ax, head)
-        signed_log_if_wide(ax, values)
-        _step_axis(ax, record, [row])
-    words = f"; dark: smoothed over {smooth} records" if smooth else ""
-    fig.suptitle(
-        figures.literal(f"{row_label(record, row)}: {KINDS[record.kind]}{words}"), fontsize=10
-    )
+    fig = new_figure(fig, 10, 3)
+    heads = {"mean": "Mean", "std": "Standard deviation", "near_zero": "Share near zero"}
+    for ax, (statistic, head) in zip(fig.subplots(1, 3), heads.items(), strict=True):
+        values = record.value(statistic)
+        _lines(ax, record, values, head, [row], key=False, style="-")
+        figures.fit_scale(ax, values[row])
+    fig.suptitle(f"{figures.label(record, row, 80)}: {KINDS[record.kind]}", fontsize=10)
     return fig
 
 
+def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None) -> Figure:
+    """RMS through the depth of the net, forward (outputs) and backward (their gradients).
+
+    A level line is healthy; a slope is a signal that vanishes or explodes. Beyond 30 layers, which
+    may be unlike their neighbours, there are points only. A layer without a point did not run, gave
+    zeros only, or NaN or Inf.
+
+    Args:
+        run: a Run, a Record, a recorder or a driver.
+        steps: optimizer steps to draw (the nearest records); default 0, 1, 10, 100, … and the last.
+        fig: an empty Figure or SubFigure.
+
+    Returns:
+        The Figure.
+
+    Raises:
+        OptionError: `steps` has one that was not recorded.
+    """
+    run = in_order(as_run(run))
+    panels = {"Forward": run.activations, "Backward": run.gradients}
+    there = {h: r for h, r in panels.items() if r is not None and len(r) and r.names}
+    columns = {h: _columns(r, steps) for h, r in there.items()}
+    fig = new_figure(fig, 10, 4.6)
+    for ax, (head, record) in zip(fig.subplots(1, 2), panels.items(), strict=True):
+        if record is None or head not in there:
+            figures.nothing(ax, f"{head}: nothing was recorded")
+            continue
+        figures.title(ax, f"{head}: RMS of {KINDS[record.kind]}")
+        rms, names = record.value("rms"), range(len(record.names))
+        rms = np.where((rms > 0) & ~figures.nonfinite(record), rms, np.nan)
+        ax.set_yscale("log")
+        line = "o-" if len(names) <= 30 else "o"
+        for j, colour in zip(columns[head], figures.colours(len(columns[head])), strict=True):
+            fine = np.flatnonzero(np.isfinite(rms[:, j]))  # lines pass over the others
+            label = f"{record.steps[j]}"
+            ax.plot(fine, rms[fine, j], line, color=colour, ms=3, lw=1.4, label=label)
+        figures.name_layers(ax.xaxis, record, names, 24, rotation=90)
+        ax.set_xlim(-0.5, len(names) - 0.5)
+        place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+        ax.legend(title="step", title_fontsize=7, fontsize=7, frameon=False, **place)
+    return fig
+
+
+def _columns(record: Record, steps: Sequence[int] | None) -> list[int]:
+    """Columns to draw; without `steps` those of 0, 1, 10, 100, … and the last."""
+    first, last = int(record.steps[0]), int(record.steps[-1])
+    tens = [10**k for k in range(12) if first < 10**k < 0.7 * last]
+    return figures.columns_of("plot_depth", record, steps or [first, *tens, last])
+
+
 def _lines(
-    ax: Any, record: Record, table: Floats, head: str, *, key: bool = False, ylabel: str = ""
+    ax: Any,
+    record: Record,
+    table: Floats,
+    head: str,
+    rows: Sequence[int] | None = None,
+    *,
+    key: bool = True,
+    ylabel: str = "",
+    style: str | None = None,
 ) -> None:
-    """One line a layer over steps, with the axis in order."""
-    if smooth := _smooth(record):  # or the noise of one layer would hide all others
-        if len(table) <= FEW:
-            curves(ax, record, record.steps, table, key=False, alpha=0.25)
-        table = np.stack([arrays.smoothed(row, smooth) for row in table])
-        head += f"; smoothed over {smooth} records"
-    curves(ax, record, record.steps, table, key=key)
-    title(ax, head)
+    """One line over steps for each of `rows` that has a finite value; lines pass over others.
+
+    Without a `style` the lines of a long run are smoothed: the noise of one would hide all others.
+    """
+    rows = [*range(len(record.names))] if rows is None else [*rows]
+    shown = [i for i in rows if np.isfinite(table[i]).any()]
+    width = 1 if style else max(1, len(record) // 100)
+    without = f"; {len(rows) - len(shown)} of {len(rows)} have no value to show"
+    head += without * (len(shown) < len(rows)) + f"; means of {width} records" * (width > 1)
+    figures.title(ax, head)
+    if not shown:
+        figures.nothing(ax, "no finite value" if len(record) else "nothing was recorded")
+        return
+    style = style or (".-" if len(record) < 30 else "-")
+    looks = {"lw": 1.4 if len(shown) <= 30 else 0.8, "ms": 4}
+    for i, colour in zip(shown, figures.colours(len(shown)), strict=True):
+        seen = np.isfinite(table[i])
+        values, name = _means(table[i][seen], width), figures.label(record, i)
+        ax.plot(record.steps[seen], values, style, color=colour, label=name, **looks)
     ax.set_ylabel(ylabel, fontsize=9)
-    _step_axis(ax, record, None)
-    if not np.isfinite(table).any():
-        _empty(ax, record)
+    figures.mark_steps(ax, record)
+    broken, edges = figures.nonfinite(record)[rows].any(axis=0), figures.step_edges(record.steps)
+    figures.mark_broken(ax, edges, broken)
+    ax.set_xlim(edges[0], edges[-1])  # also where the first, or last, have no value
+    if key:
+        figures.layer_key(ax, record, shown)
 
 
-def _note(ax: Any, what: str, names: list[str], width: int) -> None:
-    """Names, at the bottom left, the layers whose lines cannot be seen."""
-    where = {"xycoords": "axes fraction", "fontsize": 8, "weight": "bold"}
-    ax.annotate(figures.literal(f"{what}: {listed(names, width)}"), (0.01, 0.02), **where)
-
-
-def _empty(ax: Any, record: Record) -> None:
-    why = "no finite value" if len(record) else "nothing was recorded"
-    nothing(ax, why, keep_x=len(record) > 0)
-
-
-def _smooth(record: Record) -> int:
-    """Over how many records to smooth a line; 0: there are few enough to see each."""
-    width = len(record) // 100
-    return width | 1 if width > 1 else 0
-
-
-def _step_axis(ax: Any, record: Record, rows: list[int] | None) -> None:
-    if len(record):
-        broken = arrays.nonfinite(record)
-        mark_broken(ax, record.steps, (broken if rows is None else broken[rows]).any(axis=0))
-        mark_epochs(ax, record)
-        ends = [(record.steps[0], 0.0), (record.steps[-1], 0.0)]
-        ax.update_datalim(ends, updatey=False)  # also where the last, or all, have no value
-        ax.autoscale_view(scaley=False)
-    count_steps(ax)
-    plain(ax)
-
-
-def curves(
-    ax: Any, record: Record, x: Any, table: Floats, *, rows: Any = None, key: bool, **style: Any
-) -> None:
-    """Lines of `rows` coloured by depth, or of those with a value; `key` says which is which.
-
-    Up to 12 have shapes too, for neighbours differ little in colour. Of two equal lines only the
-    later one is seen: the key says so of the other.
-    """
-    rows = [i for i, y in enumerate(table) if np.isfinite(y).any()] if rows is None else rows
-    colours = figures.depth_colours(len(rows))
-    style = {"lw": 1.4 if len(rows) <= 30 else 0.8, **style}
-    shapes = SHAPES if len(rows) <= FEW and "alpha" not in style else [None] * len(rows)
-    shaped = zip(rows, colours, shapes, strict=False)
-    lines = [line(ax, x, table[i], shape, color=colour, **style) for i, colour, shape in shaped]
-    if not key or not rows:
-        return
-    if len(rows) <= FEW:
-        beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}
-        alone = ax.figure.get_layout_engine() is None  # nothing makes room beside the Axes
-        place = {"loc": "best", "framealpha": 0.6} if alone else beside
-        legend = ax.legend(lines, map(str, rows), fontsize=7, **place)
-        # set now: a legend skips labels that begin with an underscore
-        for n, (text, i) in enumerate(zip(legend.get_texts(), rows, strict=True), 1):
-            equal = [j for j in rows[n:] if np.array_equal(table[i], table[j], equal_nan=True)]
-            behind = f" = {row_label(record, equal[0], 16)}" if equal else ""
-            text.set_text(figures.literal(row_label(record, i, 34) + behind))
-        return
-    bar = ax.figure.colorbar(figures.depth_scale(len(rows)), ax=ax, pad=0.01, aspect=25)
-    bar.ax.invert_yaxis()
-    name_layers(bar.ax.yaxis, record, 16, rows=rows)
-
-
-def line(ax: Any, x: Any, y: Floats, shape: str | None = None, **style: Any) -> Any:
-    """One line, with points where there are few values, or one without neighbours.
-
-    A layer that runs every other step has no two values side by side: nothing would be drawn.
-    With a `shape`, that is what points are, and some of all others have one.
-    """
-    known = np.pad(np.isfinite(y), 1)
-    points = np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:])
-    if shape and known.any():  # not at the same steps in each line, or one would hide the other
-        first = SHAPES.index(shape) / len(SHAPES)
-        some = np.flatnonzero(np.isfinite(y))
-        points = np.union1d(points, some[((np.arange(6) + first) * len(some) / 6).astype(int)])
-    if len(x) < 30 or len(points):
-        every = None if len(x) < 30 else points.tolist()
-        style = {"marker": shape or ".", "markevery": every, "ms": 4 if shape else 6} | style
-    return ax.plot(x, y, **style)[0]
+def _means(values: Floats, width: int) -> Floats:
+    """The mean of `width` values around each, of fewer near both ends."""
+    kernel = np.ones(min(width, len(values)))
+    n = np.convolve(np.ones(len(values)), kernel, "same")
+    return np.asarray(np.convolve(values, kernel, "same") / n)

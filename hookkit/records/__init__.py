@@ -1,20 +1,18 @@
 """What was recorded, as plain values: `Record` (layers × records), `Run`, `Incident`.
 
 Numpy arrays, strings and dicts only: no tensor, no module, no device. So a record can be built by
-hand, pickled, saved, compared, drawn and judged, long after the model is gone.
+hand, pickled, saved, drawn and judged, long after the model is gone.
 
-    values    array types, equality, labels; `records_of` any source of records
-    frames    to_df, to_csv, compare
-    files     save, and the fields in a saved file
-    loggers   log_to: TensorBoard
+    values    array types, equality, labels; how a source of records is read
+    frames    as a pandas DataFrame
+    files     in an .npz file
+    targets   TensorBoard, trackers, files that grow
+    loggers   what is new, sent to a target
     record    Record, with the methods above
-    joining   Two records as one: what `run + later` is made of
-    run       Run, Incident; as_run, as_record of any source; load; by_module, in_order
+    joining   two runs as one: what `run + later` is made of
+    run       Run, Incident; as_run of any source
 """
 
-from hookkit.records.files import save
-from hookkit.records.frames import COLUMNS, compare, to_csv, to_df
-from hookkit.records.loggers import log_to
 from hookkit.records.record import (
     KINDS,
     PARAM_STATISTICS,
@@ -24,11 +22,10 @@ from hookkit.records.record import (
     Record,
     Tables,
 )
-from hookkit.records.run import Incident, Run, Views, as_record, as_run, by_module, in_order, load
-from hookkit.records.values import Floats, Ints, label, records_of
+from hookkit.records.run import Incident, Run, Views, as_record, as_run, by_module, in_order
+from hookkit.records.values import Floats, Ints, label
 
 __all__ = [
-    "COLUMNS",
     "KINDS",
     "PARAM_STATISTICS",
     "STATISTICS",
@@ -44,13 +41,6 @@ __all__ = [
     "as_record",
     "as_run",
     "by_module",
-    "compare",
     "in_order",
     "label",
-    "load",
-    "log_to",
-    "records_of",
-    "save",
-    "to_csv",
-    "to_df",
 ]

@@ -1,13 +1,13 @@
 """Records and runs in one `.npz` file, without pickles, and back.
 
-Builds on `values`. The file holds arrays, and one JSON text of all that is no array. What is read
-are the fields of Records and of a Run; `run` makes the values of them.
+The file holds arrays, and one JSON text of all that is no array. What is read are the fields of
+Records and of a Run; `run` makes the values of them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,36 +17,22 @@ import numpy as np
 from hookkit.checks import check_path
 from hookkit.errors import OptionError
 from hookkit.files import atomic_write, check_zip
-from hookkit.records.values import read_source, records_of
+from hookkit.records.values import read_source
 
 _SERIES = ("losses", "grad_norms")
 _ARRAYS = ("steps", "epochs", "iters", "spans", "hist", "edges")
 
 
 def save(source: Any, path: str | Path) -> Path:
-    """Writes what was recorded to one compressed `.npz` file, without pickles; the path.
-
-    Of a Run, a Watcher or a Learner also losses, epochs, incidents and facts: `Run.load` reads all
-    of it, `load` the records. Missing parent folders are made.
-
-    >>> import tempfile
-    >>> from hookkit.records import Record, load
-    >>> axis = [np.arange(2)] * 3 + [np.ones(2, np.int64)]
-    >>> r = Record("activation", ("fc",), ("Linear",), *axis, {"mean": np.ones((1, 2))})
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     load(save(r, f"{folder}/run.npz"))
-    [Record(activation: 1 layer × 2 records, steps 0–1, mean)]
-    """
-    path = check_path("save", path)
-    run = None if isinstance(source, Iterable) else read_source(source)
-    records = records_of(source) if run is None else run.records
+    """Writes a Record, a Run, or what has one, to a file that `opened` reads; the path."""
+    path, run = check_path("save", path), read_source(source)
     arrays = {name: x for name in _SERIES if (x := getattr(run, name, None)) is not None}
-    for i, record in enumerate(records):
+    for i, record in enumerate(run.records):
         arrays |= {f"{i}/{n}": x for n in _ARRAYS if (x := getattr(record, n)) is not None}
         arrays |= {f"{i}/values/{name}": table for name, table in record.values.items()}
     head = {
         "hookkit": 1,
-        "records": [_head(record) for record in records],
+        "records": [_head(record) for record in run.records],
         "valid": list(getattr(run, "valid", ())),
         "info": getattr(run, "info", {}),
         "incidents": [vars(incident) for incident in getattr(run, "incidents", ())],

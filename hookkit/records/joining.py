@@ -1,11 +1,7 @@
-"""Two records, or the facts of two runs, as one: what `run + later` is made of.
-
-Builds on `record`. The rows and statistics of both are there: NaN where one has them not.
-"""
+"""Two records as one, and where a later run begins: what `run + later` is made of."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,215 +17,156 @@ if TYPE_CHECKING:
 Shift = tuple[int, int, int]
 """By how many steps, epochs and batches what comes later is counted on."""
 
-_OPTIONS = ("eps", "sample", "exact_hist", "window")
+SLOTS = {"activation": "activations", "gradient": "gradients", "param": "params"}
+"""Kind of a record → its field of a Run."""
+
+_OPTIONS = ("eps", "window")
 _AS_IT_BEGAN = ("constant", "first_variation", "given_rms", "given_max", "given_variation")
 
 
-def joined_record(a: Record | None, b: Record | None, shift: Shift) -> Record | None:
-    """The columns of `a`, then those of `b`; an OptionError if their options differ."""
-    if b is None:
-        return a
-    moved = zip(AXES, shift, strict=False)
-    b = replace(b, **{axis: getattr(b, axis) + by for axis, by in moved})
-    if a is None:
-        return b
-    _check_options(a, b)
-    types = dict(zip((*a.names, *b.names), (*a.types, *b.types), strict=True))
-    names, values = list(types), dict.fromkeys((*a.values, *b.values))
-    hist = None
-    if a.edges is not None or b.edges is not None:
-        parts = [_placed(r, names, r.hist, 0) for r in (a, b)]
-        width = max(part.shape[1] for part in parts)
-        hist = np.concatenate([np.pad(p, _room(p, width)) for p in parts], 2)
-    of_column: Any = {n: np.concatenate([getattr(r, n) for r in (a, b)]) for n in AXES}
-    tables = {s: [_placed(r, names, r.values.get(s), np.nan) for r in (a, b)] for s in values}
-    return Record(
-        a.kind,
-        tuple(names),
-        tuple(types.values()),
-        **of_column,
-        values={name: np.hstack(pair) for name, pair in tables.items()},
-        hist=hist,
-        edges=a.edges if a.edges is not None else b.edges,
-        meta=_joined_meta(a, b, names),
-    )
+def joined_fields(run: Run, later: Run) -> dict[str, Any]:
+    """The fields of `run + later`, as `Run.__add__` says."""
+    n, shift = _seam(run, later)
+    fields: dict[str, Any] = {}
+    for slot in SLOTS.values():
+        early, late = _before(getattr(run, slot), n), _moved(getattr(later, slot), shift)
+        fields[slot] = joined_record(early, late)
+    for name in ("losses", "grad_norms"):
+        fields[name] = _joined_series(getattr(run, name), getattr(later, name), n, shift[0])
+    fields["valid"] = [row for row in run.valid if row.get("step", -1) < n]
+    for row in later.valid:
+        by = {key: shift[i] for i, key in enumerate(("step", "epoch")) if key in row}
+        fields["valid"].append({**row, **{key: row[key] + k for key, k in by.items()}})
+    past = [i for i in run.incidents if i.step < n]
+    fields["incidents"] = (*past, *(_moved_incident(i, shift) for i in later.incidents))
+    known = {k: x for k, x in later.info.items() if x is not None and x != []}
+    fields["info"] = {**later.info, **run.info, **known}
+    if "train_iter" in fields["info"] and shift[2]:
+        fields["info"]["train_iter"] = shift[2] + _n_batches(later)
+    return fields
 
 
-def _check_options(a: Record, b: Record) -> None:
-    ours, theirs = ({**r.meta, "edges of bins": r.edges} for r in (a, b))
-    for name in (*_OPTIONS, "edges of bins"):
-        known = [x for x in (ours.get(name), theirs.get(name)) if x is not None]
-        if len(known) == 2 and not same(*known):
+def _seam(run: Run, later: Run) -> tuple[int, Shift]:
+    """The step before which `run` counts, and by how much `later` is counted on."""
+    n, batches = _first_step(later), _n_batches(run)
+    if not n:
+        return run.n_steps, (run.n_steps, run.n_epochs, batches)
+    batches = round(batches * min(1.0, n / max(run.n_steps, 1)))  # those of its first n steps
+    begin = min((int(r.iters[0]) for r in later.records if len(r)), default=batches)
+    return n, (0, 0, batches if begin < batches else 0)
+
+
+def joined_record(a: Record | None, b: Record | None) -> Record | None:
+    """The columns of `a`, then those of `b`; NaN where one has not a row or a statistic.
+
+    Raises:
+        OptionError: they were recorded with other options.
+    """
+    if a is None or b is None:
+        return b if a is None else a
+    ours, theirs = ({"bins": r.edges} | {k: r.meta.get(k) for k in _OPTIONS} for r in (a, b))
+    for name, x in ours.items():
+        if x is not None and theirs[name] is not None and not same(x, theirs[name]):
             raise OptionError(
-                f"run + later: their {a.kind}s were recorded with another {name} "
-                f"({_brief(known[0])} and {_brief(known[1])}). Record both with the same options, "
-                f"or compare them: compare(run, later)."
+                f"run + later: their {a.kind}s were recorded with another {name}. Record both with "
+                f"the same options, or read them one by one."
             )
+    types = dict(zip((*a.names, *b.names), (*a.types, *b.types), strict=True))
+    names, edges = list(types), a.edges if a.edges is not None else b.edges
+    axes: Any = {axis: np.concatenate([getattr(r, axis) for r in (a, b)]) for axis in AXES}
+    values = {
+        name: np.concatenate([_placed(r, names, r.values.get(name), (), np.nan) for r in (a, b)], 1)
+        for name in dict.fromkeys((*a.values, *b.values))
+    }
+    hist = None
+    if edges is not None:
+        bins = (len(edges) - 1,)
+        hist = np.concatenate([_placed(r, names, r.hist, bins, 0) for r in (a, b)], 2)
+    fields: Any = {**axes, "values": values, "hist": hist, "edges": edges}
+    meta = _joined_meta(a, b, names)
+    return Record(a.kind, tuple(names), tuple(types.values()), **fields, meta=meta)
 
 
-def _brief(x: Any) -> str:
-    return f"{len(x) - 1} bins from {x[0]:g} to {x[-1]:g}" if isinstance(x, np.ndarray) else str(x)
-
-
-def _placed(record: Record, names: Sequence[str], table: Any, absent: float) -> Any:
-    """The rows of `table` in the places of their names; `absent` elsewhere."""
-    if table is None:
-        table = np.full((len(record.names), len(record)), absent)
-        table = table[:, None].astype(np.int64) if absent == 0 else table
-    whole = np.full((len(names), *table.shape[1:]), absent, table.dtype)
-    whole[[names.index(name) for name in record.names]] = table
+def _placed(record: Record, names: list[str], table: Any, shape: Any, absent: float) -> Any:
+    """(names, *shape, columns): the rows of `table` in the places of their names, else `absent`."""
+    whole = np.full((len(names), *shape, len(record)), absent, np.int64 if shape else np.float64)
+    if table is not None:
+        whole[[names.index(name) for name in record.names]] = table
     return whole
 
 
-def _room(hist: Any, width: int) -> list[tuple[int, int]]:
-    return [(0, 0), (0, width - hist.shape[1]), (0, 0)]
-
-
-def _joined_meta(a: Record, b: Record, names: Sequence[str]) -> dict[str, Any]:
+def _joined_meta(a: Record, b: Record, names: list[str]) -> dict[str, Any]:
     """Facts of the later record; of its absent rows, and of how a training began, of the former."""
-    found: dict[str, Any] = {}
-    for key in dict.fromkeys((*a.meta, *b.meta)):
-        parts = [r.meta.get(key) for r in ((b, a) if key in _AS_IT_BEGAN else (a, b))]
-        known = [x for x in parts if x is not None]
-        if all(isinstance(x, Mapping) for x in known):
-            found[key] = {k: v for x in known for k, v in x.items()}
-        elif all(_by_row(r, key) for r in (a, b)):
-            of_row = [dict(zip(r.names, r.meta[key], strict=True)) for r in (a, b)]
-            found[key] = [_fact(key, *(rows.get(name) for rows in of_row)) for name in names]
+    meta: dict[str, Any] = {**a.meta, **b.meta}
+    for key, x in meta.items():
+        both = a.meta.get(key), b.meta.get(key)
+        first, last = both[::-1] if key in _AS_IT_BEGAN else both
+        if isinstance(x, dict):
+            meta[key] = {**(first or {}), **(last or {})}
+        elif all(_is_by_row(r, key) for r in (a, b)):
+            rows = [dict(zip(r.names, r.meta[key], strict=True)) for r in (a, b)]
+            first, last = rows[::-1] if key in _AS_IT_BEGAN else rows
+            meta[key] = [last.get(name, first.get(name)) for name in names]
+            if key == "moved":  # in either
+                meta[key] = [any(r.get(name, False) for r in rows) for name in names]
         else:
-            found[key] = known[-1] if known else None
-    return found
+            meta[key] = first if last is None else last
+    return meta
 
 
-def _by_row(record: Record, key: str) -> bool:
+def _is_by_row(record: Record, key: str) -> bool:
     value = record.meta.get(key)
     return isinstance(value, list) and len(value) == len(record.names)
 
 
-def _fact(key: str, a: Any, b: Any) -> Any:
-    """One row's fact: `moved` in either, how it began in the former, else that of the latter."""
-    if key == "moved":
-        return bool(a or b)
-    first, last = (b, a) if key in _AS_IT_BEGAN else (a, b)
-    return first if last is None else last
-
-
-def joined_series(a: Floats | None, b: Floats | None, n: int, shift: int) -> Floats | None:
-    """(n + …,) float64: the first `n` numbers of `a`, and those of `b` from step `shift` on."""
-    if a is None and b is None:
+def _moved(record: Record | None, shift: Shift) -> Record | None:
+    """The record with its steps, epochs and batches counted on."""
+    if record is None:
         return None
-    many = max(n, shift + (0 if b is None else len(b)))
-    whole = np.full(many, np.nan)
-    if a is not None:
-        whole[: len(a)] = a
-    if b is not None:
-        here = whole[shift : shift + len(b)]
-        np.copyto(here, b, where=~np.isnan(b))
-    return whole
+    axes = dict(zip(AXES, shift, strict=False))
+    return replace(record, **{axis: getattr(record, axis) + by for axis, by in axes.items()})
 
 
-def cut_record(record: Record, n: int) -> Record:
-    """The columns of `record` that begin before step `n`."""
-    kept = record.steps < n
+def _moved_incident(i: Any, shift: Shift) -> Any:
+    steps, epochs, batches = shift
+    at = {"step": i.step + steps, "epoch": i.epoch + epochs, "iter": i.iter + batches}
+    return replace(i, **at, steps=i.steps + steps)
+
+
+def _before(record: Record | None, step: int) -> Record | None:
+    """The columns of `record` that begin before `step`."""
+    if record is None:
+        return None
+    early = record.steps < step
     return replace(
         record,
-        **{axis: getattr(record, axis)[kept] for axis in AXES},
-        values={name: table[:, kept] for name, table in record.values.items()},
-        hist=None if record.hist is None else record.hist[..., kept],
+        **{axis: getattr(record, axis)[early] for axis in AXES},
+        values={name: table[:, early] for name, table in record.values.items()},
+        hist=None if record.hist is None else record.hist[..., early],
     )
 
 
-def cut_epochs(rows: Sequence[dict[str, Any]], n: int) -> list[dict[str, Any]]:
-    """The epochs that begin before step `n`; of the last one, which may go on, what is counted.
-
-    >>> rows = [{"epoch": 0, "step": 3, "score": 1}, {"epoch": 1, "step": 7, "score": 2}]
-    >>> cut_epochs(rows, 6)
-    [{'epoch': 0, 'step': 3, 'score': 1}, {'epoch': 1, 'step': 5}]
-    """
-    found: list[dict[str, Any]] = []
-    for row in rows:
-        if found and found[-1].get("step", 0) + 1 >= n:
-            break
-        if row.get("step", 0) >= n:
-            row = {k: x for k, x in row.items() if k in ("epoch", "train_loss")} | {"step": n - 1}
-        found.append(row)
-    return found
+def _first_step(run: Run) -> int:
+    """The first step that something is known of; 0 if nothing is."""
+    firsts = [int(r.steps[0]) for r in run.records if len(r)]
+    for series in (run.losses, run.grad_norms):
+        firsts += np.flatnonzero(~np.isnan(series))[:1].tolist() if series is not None else []
+    return min(firsts, default=0)
 
 
-def joined_epochs(
-    a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]], losses: Floats | None
-) -> list[dict[str, Any]]:
-    """The epochs of `a`, then those of `b`: one row for the epoch that `a` ended within.
-
-    >>> rows = [{"epoch": 0, "step": 0, "train_loss": 9.0}], [{"epoch": 0, "step": 1, "score": 1}]
-    >>> joined_epochs(*rows, np.array([9.0, 1.0]))
-    [{'epoch': 0, 'step': 1, 'train_loss': 5.0, 'score': 1}]
-    """
-    if not a or not b or a[-1].get("epoch") != b[0].get("epoch"):
-        return [*a, *b]
-    row = {**a[-1], **b[0]}
-    if "train_loss" in a[-1] and "step" in row and losses is not None:
-        first = a[-2].get("step", -1) + 1 if len(a) > 1 else 0
-        row["train_loss"] = float(np.nanmean(losses[first : row["step"] + 1]))
-    return [*a[:-1], row, *b[1:]]
-
-
-def moved_epoch(row: dict[str, Any], shift: Shift) -> dict[str, Any]:
-    """An epoch's row, counted on."""
-    by = dict(zip(("step", "epoch"), shift, strict=False))
-    return {name: value + by[name] if name in by else value for name, value in row.items()}
-
-
-def joined_info(run: Run, later: Run) -> dict[str, Any]:
-    """The facts of both; where they differ, those of the later one."""
-    known = {
-        k: x for k, x in later.info.items() if not (x is None or (isinstance(x, list) and not x))
-    }
-    info = {**later.info, **run.info, **known}
-    if "train_iter" in info:
-        info["train_iter"] = n_batches(run) + n_batches(later)
-    for fact, of in (("within_epoch", later), ("first_step", run)):
-        if fact not in of.info:
-            info.pop(fact, None)
-    return info
-
-
-def n_batches(run: Run) -> int:
+def _n_batches(run: Run) -> int:
     """How many training batches there were; up to its last column, where a run does not know it."""
     lasts = [int(r.iters[-1]) + 1 for r in run.records if len(r)]
     return int(run.info.get("train_iter", max(lasts, default=0)))
 
 
-def shift_after(run: Run, later: Run) -> Shift:
-    """By how many steps, epochs and batches `later` is to be counted on."""
-    firsts = [int(r.steps[0]) for r in later.records if len(r)]
-    for values in (later.losses, later.grad_norms):
-        firsts += np.flatnonzero(~np.isnan(values))[:1].tolist() if values is not None else []
-    firsts = firsts or [int(row["step"]) for row in later.valid if "step" in row]
-    if min(firsts, default=later.info.get("first_step", 0)) >= run.n_steps:
-        return 0, 0, n_batches(run)
-    n_epochs = run.n_epochs - bool(run.info.get("within_epoch"))
-    return run.n_steps, n_epochs, n_batches(run)
-
-
-def run_until(run: Run, n: int) -> Run:
-    """The run before step `n`."""
-    own = vars(run).items()
-    cut: dict[str, Any] = {slot: cut_record(r, n) for slot, r in own if isinstance(r, Record)}
-    cut |= {slot: series[:n] for slot, series in own if isinstance(series, np.ndarray)}
-    return replace(
-        run,
-        **cut,
-        valid=cut_epochs(run.valid, n),
-        incidents=tuple(i for i in run.incidents if i.step < n),
-        info={**run.info, "train_iter": _batches_until(run, n)},
-    )
-
-
-def _batches_until(run: Run, n: int) -> int:
-    """How many batches the first `n` steps had; where none was recorded, in proportion."""
-    known = {0: 0, run.n_steps: n_batches(run)}
-    for r in run.records:
-        known |= dict(zip((r.steps + 1).tolist(), (r.iters + 1).tolist(), strict=True))
-    steps = sorted(known)
-    return round(np.interp(n, steps, [known[step] for step in steps]))
+def _joined_series(a: Floats | None, b: Floats | None, n: int, shift: int) -> Floats | None:
+    """The first `n` numbers of `a`, and those of `b` from step `shift` on; NaN where unknown."""
+    if a is None and b is None:
+        return None
+    whole = np.full(max(n, shift + (0 if b is None else len(b))), np.nan)
+    if a is not None:
+        whole[: min(n, len(a))] = a[:n]
+    if b is not None:
+        np.copyto(whole[shift : shift + len(b)], b, where=~np.isnan(b))
+    return whole

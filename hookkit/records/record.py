@@ -1,8 +1,7 @@
 """`Record`: what one recorder saw, one row per layer and one column per record.
 
-Builds on the ways out (`frames`, `files`, `loggers`), which read `.records` of whatever they are
-given and so need not know this class. `Tables` and `Exports` add them as methods: to a Record, a
-Run, and to whatever else holds records (recorders, Watcher, Learner).
+`Tables` and `Exports` are the ways out as methods: of a Record, a Run, and of whatever else holds
+records (recorders, Watcher, Learner).
 """
 
 from __future__ import annotations
@@ -28,12 +27,10 @@ AXES = ("steps", "epochs", "iters", "spans")
 STATISTICS = ("count", "mean", "std", "rms", "min", "max", "near_zero", "zero", "nonfinite")
 """Of activations and gradients: `near_zero`, `zero` are fractions, `count`, `nonfinite` numbers."""
 
-UNIT_STATISTICS = ("dead", "dormant", "saturated", "never_positive")
-"""Fractions of a layer's units, recorded with `units=True`, over a window of records.
-
-`dead`: nothing but 0 comes of them: they are never above 0 in a ReLU, or in a layer that a ReLU
-alone reads, or give exactly 0 in any other layer. `never_positive`: they are never above 0,
-whatever reads them.
+UNIT_STATISTICS = ("dead", "saturated")
+"""Recorded with `units=True`. `dead`: the fraction of a layer's units (channels) that were never
+above 0 over a window of records, of a ReLU and of a layer that a ReLU alone reads. `saturated`: the
+fraction of the values of a bounded activation (Tanh, Sigmoid, …) at the flat ends of its range.
 """
 
 PARAM_STATISTICS = (
@@ -50,33 +47,51 @@ PARAM_STATISTICS = (
 
 
 class Tables:
-    """Methods of whatever holds records, which send them to other tools: see `hookkit.records`."""
+    """Methods of whatever holds records, which send them to other tools."""
 
     def to_df(self) -> DataFrame:
-        """A tidy pandas DataFrame: step, epoch, layer, kind, statistic, value."""
+        """A tidy pandas DataFrame: step, epoch, layer, kind, statistic, value; one value a row.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+        """
         return frames.to_df(self)
 
     def to_csv(self, path: str | Path) -> Path:
-        """Writes the tidy table as CSV; the path."""
+        """Writes the tidy table as CSV, by pandas; the path. Missing parent folders are made."""
         return frames.to_csv(self, path)
 
     def log_to(self, writer: Any, *, statistics: Iterable[str] | None = None) -> None:
-        """Sends losses, scalars and histograms to TensorBoard, a tracker or a file: what is new.
+        """Sends what was recorded to a tracker or a file: losses, and a few scalars per layer.
 
-        So it can be called after each epoch; see `records.log_to`, and `LogTo` for live logs.
+        A recorder, Watcher or Learner sends what is new since it was last sent to this writer, so
+        it can be called after each epoch; a Record or a Run is sent whole. `LogTo` does the same
+        while it trains. Names are `loss`, `grad_norm`, `lr`, `epoch/valid_loss`,
+        `activation/mean/layer1.0`. Histograms go to TensorBoard, in the bins they were recorded in.
+
+        Args:
+            writer: a SummaryWriter of torch or tensorboardX; what has `log_metrics(dict, step=)`
+                (mlflow, Lightning's loggers) or `log(dict, step=)` (wandb, trackio); or the path of
+                a `.csv` or `.jsonl` file, to which lines are added. It is not closed.
+            statistics: which scalars of layers, a list of names (or one name); None takes about
+                five per kind, [] none.
+
+        Raises:
+            ArgumentError: `writer` is none of these.
+            OptionError: one of `statistics` was recorded nowhere; a file has another ending.
         """
-        loggers.log_to(writer, self, statistics=statistics)
-
-    def compare(self, other: Any, statistic: str = "rms") -> Any:
-        """This run and another side by side, a DataFrame by layer: see `records.compare`."""
-        return frames.compare(self, other, statistic)
+        loggers.log_to(writer, self, statistics)
 
 
 class Exports(Tables):
     """`Tables` and `save`. Not for a Learner, whose `save` writes the weights."""
 
     def save(self, path: str | Path) -> Path:
-        """Writes what was recorded to one `.npz` file, for `Run.load`; the path."""
+        """Writes what was recorded to one compressed `.npz` file, without pickles; the path.
+
+        Of a Run, a Watcher or a Learner also losses, epochs, incidents and facts: `Run.load` reads
+        all of it. Missing parent folders are made.
+        """
         return files.save(self, path)
 
 

@@ -1,7 +1,6 @@
 """`Run`: everything known of one training; `Incident`: its first NaN or Inf; and how to get one.
 
-Builds on `record`, and stands on top of the package: `as_run` makes a Run of any source, `Run.load`
-of a file.
+`as_run` makes a Run of any source, `Run.load` of a file.
 """
 
 from __future__ import annotations
@@ -15,15 +14,7 @@ import numpy as np
 
 from hookkit.errors import OptionError
 from hookkit.records import files
-from hookkit.records.joining import (
-    joined_epochs,
-    joined_info,
-    joined_record,
-    joined_series,
-    moved_epoch,
-    run_until,
-    shift_after,
-)
+from hookkit.records.joining import SLOTS, joined_fields
 from hookkit.records.record import Exports, Record
 from hookkit.records.values import Floats, Ints, Plain, no_records, read_source
 
@@ -60,16 +51,6 @@ class Incident(Plain):
     steps: Ints = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
     history: dict[str, Floats] = field(default_factory=dict, repr=False)
     note: str = ""
-
-    def _later(self, steps: int, epochs: int, batches: int) -> Incident:
-        """The same, counted on."""
-        return replace(
-            self,
-            step=self.step + steps,
-            epoch=self.epoch + epochs,
-            iter=self.iter + batches,
-            steps=self.steps + steps,
-        )
 
     def __str__(self) -> str:
         where = f" of {self.name} ({self.type})" if self.name else ""
@@ -146,17 +127,12 @@ class Run(Plain, Exports, Views):
         """The run that `save` wrote, equal in every value: to diagnose, draw, report or compare.
 
         Raises:
-            OptionError: the file is not one of `save`'s, is damaged, or holds several of a kind.
+            OptionError: the file is not one of `save`'s, or is damaged.
         """
-        with files.opened(path) as (fields, of_run):
-            records = [Record(**each) for each in fields]
-            incidents = tuple(Incident(**each) for each in of_run.pop("incidents"))
-        if len({r.kind for r in records}) < len(records):
-            raise OptionError(
-                f"cannot load one run: {path} holds {len(records)} records, several of a kind. "
-                f"Use hookkit.records.load(path), which returns all of them."
-            )
-        return replace(as_run(records) if records else cls(), incidents=incidents, **of_run)
+        with files.opened(path) as (records, fields):
+            slots: dict[str, Any] = {SLOTS[each["kind"]]: Record(**each) for each in records}
+            incidents = tuple(Incident(**each) for each in fields.pop("incidents"))
+            return cls(**slots, incidents=incidents, **fields)
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -172,35 +148,15 @@ class Run(Plain, Exports, Views):
     def __add__(self, later: Any) -> Run:
         """This run and a later one of the same model (a Run, or what `as_run` takes), as one run.
 
-        The later one's steps, epochs and batches follow on this one's: they are counted on, unless
-        it was numbered on already, by `watch(…, resume=run)` or by the library whose training was
-        resumed. If it then begins within this run, this one counts up to there. An epoch that this
-        one ended within is one of both.
+        A later run that begins at step 0 is counted on: its steps, epochs and batches follow on
+        this one's. One that begins at a later step, as that of a resumed training does, has its own
+        numbers, and what this one has from that step on is left out. Its epochs follow; one that
+        was cut by an interruption has a row of each run.
 
         Raises:
             OptionError: they were recorded with other options.
         """
-        later = as_run(later)
-        first: int = later.info.get("first_step", self.n_steps)
-        if first < self.n_steps:
-            return run_until(self, first).__add__(later)
-        shift = steps, *_ = shift_after(self, later)
-        after = [moved_epoch(row, shift) for row in later.valid]
-        n, past = self.n_steps, (self.losses, self.grad_norms)
-        series = zip(past, (later.losses, later.grad_norms), strict=True)
-        losses, grad_norms = (joined_series(a, b, n, steps) for a, b in series)
-        of_kind = {
-            slot: joined_record(getattr(self, slot), getattr(later, slot), shift)
-            for slot in _SLOTS.values()
-        }
-        return Run(
-            **of_kind,
-            losses=losses,
-            valid=joined_epochs(self.valid, after, losses),
-            grad_norms=grad_norms,
-            incidents=(*self.incidents, *(i._later(*shift) for i in later.incidents)),
-            info=joined_info(self, later),
-        )
+        return Run(**joined_fields(self, as_run(later)))
 
     @property
     def n_epochs(self) -> int:
@@ -214,7 +170,6 @@ class Run(Plain, Exports, Views):
         return f"Run({self.n_steps} steps; {kinds or 'nothing recorded'}{alone})"
 
 
-_SLOTS = {"activation": "activations", "gradient": "gradients", "param": "params"}
 _RECORDERS = {"activation": "ActivationStats", "gradient": "GradientStats", "param": "ParamStats"}
 
 
@@ -225,22 +180,12 @@ def as_run(source: Any) -> Run:
         ArgumentError: nothing of this kind can be read from `source`.
     """
     if isinstance(source, (list, tuple)):
-        by_kind = {_SLOTS[r.kind]: r for r in source if isinstance(r, Record)}
+        by_kind = {SLOTS[r.kind]: r for r in source if isinstance(r, Record)}
         if not source or len(by_kind) < len(source):
             raise no_records(source)
         return Run(**by_kind)  # type: ignore[arg-type]
     found = read_source(source)
     return found if isinstance(found, Run) else as_run([found])
-
-
-def load(path: str | Path) -> list[Record]:
-    """The records that `save` wrote, equal in every value.
-
-    Raises:
-        OptionError: the file is not one of `save`'s, or is damaged.
-    """
-    with files.opened(path) as (records, _):
-        return [Record(**fields) for fields in records]
 
 
 def by_module(record: Record) -> Record:
@@ -279,10 +224,10 @@ def as_record(source: Any, *kinds: str) -> Record:
         OptionError: it holds no record of these kinds.
     """
     run = as_run(source)
-    for kind in kinds or _SLOTS:
-        if (record := getattr(run, _SLOTS[kind])) is not None:
+    for kind in kinds or SLOTS:
+        if (record := getattr(run, SLOTS[kind])) is not None:
             return record  # type: ignore[no-any-return]
-    found, wanted = ", ".join(r.kind for r in run.records) or "none", kinds or tuple(_SLOTS)
+    found, wanted = ", ".join(r.kind for r in run.records) or "none", kinds or tuple(SLOTS)
     raise OptionError(
         f"a record of kind {' or '.join(wanted)} is needed; recorded: {found}. "
         f"Train with {' or '.join(f'{_RECORDERS[k]}()' for k in wanted)}."

@@ -1,14 +1,15 @@
 """Where values of a run are sent: TensorBoard, an experiment tracker, a CSV or JSON-lines file.
 
-Builds on `files`. No tracker is imported: a target is known by its methods.
+No tracker is imported: a target is known by its methods.
 """
 
 from __future__ import annotations
 
-import inspect
+import csv
+import io
 import json
 import os
-import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,47 +17,42 @@ from typing import Any
 
 from hookkit.checks import check_path, kind_of
 from hookkit.errors import ArgumentError, OptionError
-from hookkit.files import append_lines, cut_to, end_of
-from hookkit.texts import csv_line
+from hookkit.files import append_lines
 
 Scalars = Callable[[int, dict[str, Any]], object]  # takes the numbers of one step, by name
 
 
 @dataclass(frozen=True)
 class Target:
-    """Takes numbers by step; by itself it keeps nothing.
+    """Takes numbers by step.
 
     Args:
-        given: what the user gave; of a file its whole path.
+        writer: what the user gave; of a file its whole path.
         scalars: takes a step, and its numbers by name.
         in_order: whether it refuses a step that is before the last one.
-        bars: makes a histogram that is sent among the numbers of its step, of (counts, edges).
     """
 
-    given: Any
-    scalars: Scalars = lambda step, values: None
+    writer: Any
+    scalars: Scalars
     in_order: bool = False
-    bars: Any = None
-
-    def end(self) -> list[int]:
-        """Where a file ends; of what is no file it is not known."""
-        return end_of(Path(self.given)) if isinstance(self.given, str) else []
-
-    def cut_to(self, end: list[int]) -> None:
-        """Takes away what a file has got since it ended there."""
-        if isinstance(self.given, str):
-            cut_to(Path(self.given), end)
 
     @property
-    def takes_histograms(self) -> bool:
-        """Whether histograms are to be given; also to a target that only notes what was sent."""
-        adds = callable(getattr(self.given, "add_histogram_raw", None))
-        return adds or self.bars is not None or self.given is None
+    def key(self) -> Any:
+        """What the same writer has again, without keeping it alive."""
+        if isinstance(self.writer, str):
+            return self.writer
+        try:
+            key = weakref.ref(self.writer)
+            hash(key)
+        except TypeError:  # it cannot be held weakly, or has no hash
+            return id(self.writer)
+        return key
 
-    def histogram(self, tag: str, step: int, **counts: Any) -> None:
-        """Sends a histogram to TensorBoard, with the bins that it was recorded in."""
-        if callable(add := getattr(self.given, "add_histogram_raw", None)):
-            add(tag, **counts, global_step=step)
+    @property
+    def histogram(self) -> Any:
+        """TensorBoard's method that takes counts and edges; None elsewhere."""
+        add = getattr(self.writer, "add_histogram_raw", None)
+        return add if callable(add) else None
 
 
 def _add_each(add_scalar: Any) -> Scalars:
@@ -67,12 +63,18 @@ def _add_each(add_scalar: Any) -> Scalars:
     return scalars
 
 
+def _dict(log: Any) -> Scalars:
+    return lambda step, values: log(dict(values), step=step)
+
+
 def _csv(file: str) -> Scalars:
     def scalars(step: int, values: dict[str, Any]) -> None:
-        path = Path(file)
-        new = not path.exists() or not path.stat().st_size
-        lines = (csv_line([step, name, value]) for name, value in values.items())
-        append_lines(path, [*["step,name,value"] * new, *lines])
+        path, text = Path(file), io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        if not path.exists() or not path.stat().st_size:
+            rows.writerow(("step", "name", "value"))
+        rows.writerows((step, name, value) for name, value in values.items())
+        append_lines(path, text.getvalue().splitlines())
 
     return scalars
 
@@ -81,27 +83,20 @@ def _jsonl(file: str) -> Scalars:
     return lambda step, values: append_lines(file, [json.dumps({"step": step, **values})])
 
 
-def _dict(log: Any) -> Scalars:
-    return lambda step, values: log(dict(values), step=step)
-
-
-def _bars_of(log: Any) -> Any:
-    """`Histogram(np_histogram=…)` of the library of a method: wandb's, trackio's; None without."""
-    library = sys.modules.get(str(getattr(log, "__module__", None)).partition(".")[0])
-    made = getattr(library, "Histogram", None)
-    takes = callable(made) and "np_histogram" in inspect.signature(made).parameters
-    return made if takes else None
-
-
 _FILES = {".csv": _csv, ".jsonl": _jsonl}
 # TensorBoard's; mlflow's, Comet's and Lightning's; wandb's, trackio's and accelerate's
 _METHODS = {"add_scalar": _add_each, "log_metrics": _dict, "log": _dict}
 
 
-def as_target(who: str, given: Any) -> Target:
-    """What the user gave as a `Target`; an ArgumentError, or an OptionError for another ending."""
-    if isinstance(given, (str, os.PathLike)):
-        path = check_path(who, given, "target")
+def as_target(who: str, writer: Any) -> Target:
+    """What the user gave as a `Target`.
+
+    Raises:
+        ArgumentError: it is no file, and has none of the methods.
+        OptionError: a file has another ending.
+    """
+    if isinstance(writer, (str, os.PathLike)):
+        path = check_path(who, writer, "target")
         if path.suffix.lower() not in _FILES:
             raise OptionError(
                 f'{who}("{path}"): a file to log to ends in {" or ".join(_FILES)}. Name it so; or '
@@ -111,10 +106,9 @@ def as_target(who: str, given: Any) -> Target:
         file = os.path.realpath(path)
         return Target(file, _FILES[path.suffix.lower()](file))
     for name, scalars_by in _METHODS.items():
-        if callable(method := getattr(given, name, None)):
-            bars = _bars_of(method) if name == "log" else None
-            return Target(given, scalars_by(method), in_order=name == "log", bars=bars)
+        if callable(method := getattr(writer, name, None)):
+            return Target(writer, scalars_by(method), in_order=name == "log")
     raise ArgumentError(
-        f"{who}: {kind_of(given)} was given, which has no {', '.join(_METHODS)}. Give a "
+        f"{who}: {kind_of(writer)} was given, which has no {', '.join(_METHODS)}. Give a "
         f"SummaryWriter, a tracker such as wandb or mlflow, or the path of a .csv or .jsonl file."
     )

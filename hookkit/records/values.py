@@ -1,25 +1,19 @@
 """What Record and Run share: array types, equality, layer labels; and how a source is read.
 
-The lowest file of the package: it imports none of the others. A *source* is anything that holds
-records: a Record, a Run, or an object with a method `run_record()` (a Learner, a Watcher) or
-`record()` (a recorder) that returns one. Both values have `.records`, which is all that tables,
-files and loggers read.
+A *source* is anything that holds records: a Record, a Run, or an object with a method
+`run_record()` (a Learner, a Watcher) or `record()` (a recorder) that returns one. Both values have
+`.records`, which is all that tables, files and loggers read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from inspect import getattr_static
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from hookkit.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from hookkit.records.record import Record
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -58,7 +52,8 @@ def label(name: str, kind: str) -> str:
 def read_source(source: Any) -> Any:
     """The Record or the Run that `source` is, or that its `run_record()` or `record()` returns.
 
-    Raises an ArgumentError if it is no such thing.
+    Raises:
+        ArgumentError: it is no such thing.
     """
     if isinstance(source, Plain) and hasattr(source, "records"):
         return source
@@ -78,15 +73,3 @@ def no_records(source: Any) -> ArgumentError:
         "Give a Run, Records (one of each kind), a Watcher, a Learner, or a recorder such as "
         "ActivationStats; a saved run is read by Run.load(path)."
     )
-
-
-def sources_of(source: Any) -> list[Any]:
-    """`source` alone, or the sources in it if it is a list or another collection."""
-    if isinstance(source, Iterable) and not isinstance(source, (str, Mapping, np.ndarray, Tensor)):
-        return [each for item in source for each in sources_of(item)]
-    return [source]
-
-
-def records_of(source: Any) -> list[Record]:
-    """The records in a Record, Run, recorder, Watcher or Learner, or in a list of these."""
-    return [record for each in sources_of(source) for record in read_source(each).records]

@@ -2,33 +2,30 @@
 
 Layers:
 layers          `ActivationStats`, `GradientStats`, and the checks of their options.
+reading         `LayerStats`: how recorded layers are read, by name, as a tensor, as pictures.
 stats_callback  `StatsCallback`: from a layer's hook to the record of a step.
 layer_hooks     What recorders' hooks do at a call of a layer: they show tensors to a target.
-functions       Calls of torch functions, recorded as layers are.
-unscaling       Gradients under a GradScaler, divided by the scale of the loss.
-graph           What the autograd graph shows of a model: which activation reads each layer.
-settings        Settings of layers that are mistakes in themselves: of dropout, of batch norm.
+unscaling       The GradScaler of a loss, and its scale.
+
+What the diagnosis reads of a model, once in a fit:
+graph           Which activation reads each layer, the order of weights, weights that are hidden.
+settings        Settings that are mistakes in themselves: of dropout, of batch norm.
 softmaxes       Softmaxes over another dimension than their weights are added up over.
-reading         `LayerStats`: how recorded layers are read, by name, as a tensor, as pictures.
-stats_list      `StatsList`, `BatchStats`: recorded statistics as lists of dicts, shown as tables.
 
 Parameters:
 param_stats     `ParamStats`: how large weights, gradients and updates are, for any optimizer.
 param_norms     Norms of parameters, of their gradients and of what a step has changed.
-parameters      The parameters of a model: by name, and whether they have moved.
+parameters      The parameters of a model by name, and those that a step left alone.
 
 The first NaN or Inf:
 flight          `FlightRecorder`: which module made it, and what came before.
-norm_history    Norms of the last batches, and the incident that they show.
-
-More than eight files: three recorders, each with what only it needs.
+flight_memory   Norms of the last batches, and the incident that they show.
 """
 
 from hookkit.stats.flight import FlightRecorder
 from hookkit.stats.layers import ActivationStats, GradientStats
 from hookkit.stats.param_stats import ParamStats
-from hookkit.stats.reading import LayerStats
-from hookkit.stats.stats_list import StatsList
+from hookkit.stats.reading import LayerStats, StatsList
 
 __all__ = [
     "ActivationStats",

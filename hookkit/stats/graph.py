@@ -3,6 +3,7 @@ gradient passes on its way to each, and which are hidden from PyTorch.
 
 A ReLU has no parameters and is often a function, so no record shows it; the graph of one forward
 does. A layer is known there by its weight: the operation that uses it, then whatever uses that.
+The graph is walked once, by `users_of`, for all that is asked of it.
 """
 
 from __future__ import annotations
@@ -13,37 +14,35 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hookkit.autograd_graph import (
-    SAME_VALUES,
-    graph_nodes,
-    op_name,
-)
+from hookkit.autograd_graph import PARTS, SAME_VALUES, op_name
 from hookkit.modules import join, walk
 
-_PARTS = {"Alias", "Expand", "Slice", "Select", "Split", "Chunk", "Unbind"}
 _POOLS = {"MaxPool2DWithIndices", "MaxPool3DWithIndices", "NativeDropout"}
-_PASSES_ON = SAME_VALUES | _PARTS | _POOLS
+_PASSES_ON = SAME_VALUES | PARTS | _POOLS
 """Operations behind which a unit that is never above 0 stays so."""
 
+Users = dict[Any, list[Any]]
 
-def consumers(model: nn.Module, output: Any) -> dict[str, str | None]:
+
+def consumers(model: nn.Module, users: Users) -> dict[str, str | None]:
     """Name of each module with a weight → class of the one activation that reads its output.
 
     `"ReLU"` or `"ReLU6"`; `""` where something else reads it, or several do; None where the graph
     does not show it (frozen, compiled, checkpointed, not run).
 
-    Cost: one walk through the graph, on the host alone; nothing is kept.
-
     >>> import torch
+    >>> from hookkit.autograd_graph import users_of
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    >>> consumers(net, net(torch.ones(4, 2)))
+    >>> consumers(net, users_of(net(torch.ones(4, 2))))
     {'0': 'ReLU', '2': ''}
     """
-    users, leaves = _graph(output)
-    places = [(name, _weight(m)) for name, m, first in walk(model) if first]
-    names = {id(weight): name for name, weight in places if weight is not None}
+    own = (
+        (name, dict(m.named_parameters(recurse=False))) for name, m, first in walk(model) if first
+    )
+    weights = [(name, params.get("weight")) for name, params in own]
+    names = {id(weight): name for name, weight in weights if weight is not None}
     found: dict[str, str | None] = dict.fromkeys(names.values())
-    for leaf in leaves:
+    for leaf in _leaves(users):
         name = names.get(id(leaf.variable))
         if name is not None:
             kinds = {_kind(end) for op in _ends(users, leaf) for end in _ends(users, op)}
@@ -51,24 +50,22 @@ def consumers(model: nn.Module, output: Any) -> dict[str, str | None]:
     return found
 
 
-def predecessors(model: nn.Module, output: Any) -> dict[str, str]:
+def predecessors(model: nn.Module, users: Users) -> dict[str, str]:
     """Name of each matrix → name of the matrix whose output it is given; "" where it is given data.
 
     Of several, the one at the end of the longest chain. So a gradient on its way back passes the
     matrix, its predecessor, that one's predecessor, and so on. Matrices are parameters of two
     dimensions or more. Those that the graph does not show (frozen, compiled, not run) are left out.
 
-    Cost: one walk through the graph, on the host alone; nothing is kept.
-
     >>> import torch
+    >>> from hookkit.autograd_graph import users_of
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    >>> predecessors(net, net(torch.ones(4, 2)))
+    >>> predecessors(net, users_of(net(torch.ones(4, 2))))
     {'0.weight': '', '2.weight': '0.weight'}
     """
-    users, leaves = _graph(output)
     names = {id(p): name for name, p in model.named_parameters() if p.ndim > 1}
     used: dict[Any, list[str]] = {}  # by operation: a recurrent one takes several matrices
-    for leaf in leaves:
+    for leaf in _leaves(users):
         if (name := names.get(id(leaf.variable))) is not None:
             for op in _ends(users, leaf):
                 if not op_name(op).startswith("Compiled"):  # one node with all of its weights
@@ -87,35 +84,22 @@ def predecessors(model: nn.Module, output: Any) -> dict[str, str]:
     return found
 
 
-def _in_order(users: dict[Any, list[Any]]) -> Iterator[Any]:
-    """The nodes, each after those whose results it takes."""
-    waits = {node: len({b for b, _ in node.next_functions if b is not None}) for node in users}
-    ready = [node for node, n in waits.items() if not n]
-    while ready:
-        node = ready.pop()
-        yield node
-        for user in dict.fromkeys(users[node]):
-            waits[user] -= 1
-            if not waits[user]:
-                ready.append(user)
-
-
-def unregistered(model: nn.Module, opts: Iterable[Optimizer], output: Any) -> list[str]:
-    """Weights that made `output`, in plain lists and dicts of `model` and in no optimizer: by name.
+def unregistered(model: nn.Module, opts: Iterable[Optimizer], users: Users) -> list[str]:
+    """Weights that made the output, in lists and dicts of `model` and in no optimizer: by name.
 
     PyTorch does not know of them: they are not in `model.parameters()`, and are never trained.
 
     >>> import torch
+    >>> from hookkit.autograd_graph import users_of
     >>> net = nn.Sequential(nn.Linear(2, 3))
     >>> net.extra = [nn.Linear(3, 1, bias=False)]
-    >>> unregistered(net, [], net.extra[0](net(torch.ones(4, 2))))
+    >>> unregistered(net, [], users_of(net.extra[0](net(torch.ones(4, 2)))))
     ['extra[0].weight']
     """
     known = {id(p) for p in model.parameters()}
     known |= {id(p) for opt in opts for group in opt.param_groups for p in group["params"]}
-    hidden = [(name, p) for name, p in _hidden(model) if id(p) not in known]
-    used = {id(leaf.variable) for leaf in _graph(output)[1]} if hidden else set()
-    return [name for name, p in hidden if id(p) in used]
+    used = {id(leaf.variable) for leaf in _leaves(users)}
+    return [name for name, p in _hidden(model) if id(p) in used - known]
 
 
 def _hidden(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -132,31 +116,37 @@ def _hidden(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _weight(m: nn.Module) -> nn.Parameter | None:
+    # a script's modules have no dict of parameters
     return dict(m.named_parameters(recurse=False)).get("weight")
 
 
-def _graph(output: Any) -> tuple[dict[Any, list[Any]], list[Any]]:
-    """Each node's users, and the nodes that stand for parameters."""
-    users: dict[Any, list[Any]] = {}
-    for node, inputs in graph_nodes(output):
-        users.setdefault(node, [])
-        for before in inputs:
-            users.setdefault(before, []).append(node)
-    return users, [node for node in users if hasattr(node, "variable")]
+def _leaves(users: Users) -> list[Any]:
+    """The nodes that stand for parameters."""
+    return [node for node in users if hasattr(node, "variable")]
 
 
-def _ends(users: dict[Any, list[Any]], node: Any) -> list[Any]:
+def _in_order(users: Users) -> Iterator[Any]:
+    """The nodes, each after those whose results it takes."""
+    waits = {node: len({b for b, _ in node.next_functions if b is not None}) for node in users}
+    ready = [node for node, n in waits.items() if not n]
+    while ready:
+        node = ready.pop()
+        yield node
+        for user in dict.fromkeys(users[node]):
+            waits[user] -= 1
+            if not waits[user]:
+                ready.append(user)
+
+
+def _ends(users: Users, node: Any) -> list[Any]:
     """The users of `node`, through operations that pass values on; `node` if it has none."""
-    ends, todo, seen = [], [node], {node}
+    ends: list[Any] = []
+    todo, reached = [node], {node}
     while todo:
         for user in users[todo.pop()]:
-            if user in seen:
-                continue
-            seen.add(user)
-            if op_name(user) in _PASSES_ON:
-                todo.append(user)
-            else:
-                ends.append(user)
+            if user not in reached:
+                reached.add(user)
+                (todo if op_name(user) in _PASSES_ON else ends).append(user)
     return ends or [node]
 
 

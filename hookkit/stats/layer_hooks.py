@@ -1,6 +1,6 @@
 """What recorders' hooks do at a call of a layer: they show tensors to their switch's target.
 
-The target is an accumulator, or the norms of the flight recorder: it has `see(row, leaf, path, t)`.
+The target is a `Tally`, or the norms of the flight recorder: it has `see(row, leaf, path, t)`.
 One hook serves training and validation, since it finds the target in the switch. Which calls count
 is in `entries.counts_for`; of a layer that is called on its own, after the model has returned, in
 `_makes_loss`.
@@ -13,19 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookkit.hooks.backward import BothGrads
-from hookkit.hooks.entries import (
-    HookEntry,
-    Placed,
-    brief,
-    called,
-    counts_for,
-    graph_task,
-    is_compiling,
-    is_tracing,
-    part_at,
-)
-from hookkit.hooks.gradients import GradHooks, keeps_output
+from hookkit.hooks.attach import HookEntry, brief, called, graph_task, is_compiling
+from hookkit.hooks.fronts import BothGrads, GradHooks, Placed, counts_for, is_tracing, keeps_output
+from hookkit.hooks.parts import part_at
 from hookkit.nested import Inputs, named_leaves, tmap
 from hookkit.recording import RecordSwitch
 

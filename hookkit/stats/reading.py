@@ -1,10 +1,11 @@
-"""`LayerStats`: how recorded layers are read: as fastai's statistics, as v1's tensor, as pictures.
+"""How recorded layers are read: as fastai's statistics, as v1's tensor, as pictures.
 
-The base of `ActivationStats` and `GradientStats`. All of it reads `record()`.
+`LayerStats` is the base of `ActivationStats` and `GradientStats`. All of it reads `record()`.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -14,9 +15,59 @@ from fastcore.foundation import L
 from torch import Tensor
 
 from hookkit.errors import HookkitWarning, OptionError
+from hookkit.moments.reading import is_clamped
 from hookkit.records import Exports, Record
 from hookkit.stats.stats_callback import StatsCallback
-from hookkit.stats.stats_list import StatsList, listed
+
+_MOST_ROWS = 12  # layers shown; of more, the first and the last half of these
+
+
+class StatsList(L):  # type: ignore[misc]
+    """`stats[batch][layer]["mean"]`: an `L` of records, each an `L` of dicts; shown as a table."""
+
+    labels: tuple[str, ...] = ()  # of the layers
+
+    def tensor(self) -> Tensor:
+        """(2, n_modules, n_batches) float32, mean and std on the first axis, as in fastai v1."""
+        rows = [[[layer[s] for layer in batch] for batch in self] for s in ("mean", "std")]
+        n = len(self[0]) if len(self) else 0
+        table = torch.tensor(rows, dtype=torch.float32, device="cpu").reshape(2, len(self), n)
+        return table.transpose(1, 2).contiguous()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # the list's own
+        except AttributeError:
+            if name.startswith("__") or not hasattr(Tensor, name):
+                raise
+            raise AttributeError(
+                f"StatsList has no attribute {name!r}: it is a list of records, where fastai v1's "
+                f"was a tensor. Use `stats.tensor().{name}`.",
+                name=name,
+                obj=self,
+            ) from None
+
+    def __repr__(self) -> str:
+        if not self.labels or not len(self):
+            return str(super().__repr__())
+        rows: list[tuple[str, ...]] = [("layer, first → last", "mean", "std", "near_zero")]
+        for i, label in enumerate(self.labels):
+            pairs = ((self[0][i][s], self[-1][i][s]) for s in rows[0][1:])
+            rows.append((label[:36], *(f"{_number(a)} → {_number(b)}" for a, b in pairs)))
+        if (n := len(self.labels) - _MOST_ROWS) > 0:
+            half = _MOST_ROWS // 2
+            rows[1 + half : -half] = [(f"… {n} more", "", "", "")]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(x.ljust(w) for x, w in zip(r, widths, strict=True)) for r in rows)
+        head = f"StatsList({len(self)} records of {len(self.labels)} layers)"
+        return "\n".join([head, *(line.rstrip() for line in lines)])
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # L's writes out every number
+
+
+def _number(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.3g}"
 
 
 class LayerStats(Exports, StatsCallback):
@@ -35,7 +86,7 @@ class LayerStats(Exports, StatsCallback):
         """
         record = self.record()
         if self._listed is None or self._listed[0] is not record:
-            self._listed = record, listed(record, self._rows(record))
+            self._listed = record, _listed(record, self._rows(record))
         return self._listed[1]
 
     def _rows(self, record: Record) -> list[int]:
@@ -59,59 +110,47 @@ class LayerStats(Exports, StatsCallback):
         Raises:
             OptionError: no histogram was recorded.
         """
-        record = self._with_hist()
-        assert record.hist is not None
-        return torch.from_numpy(np.log1p(record.hist[self._row(layer)])).float()
+        hist = self._with_hist().hist
+        assert hist is not None
+        return torch.from_numpy(np.log1p(hist[self._row(layer)])).float()
 
     def _with_hist(self) -> Record:
         record = self.record()
         if record.hist is None:
-            raise OptionError(
-                f"{type(self).__name__} recorded no histogram. "
-                f"Make it with {type(self).__name__}(with_hist=True)."
-            )
+            who = type(self).__name__
+            raise OptionError(f"{who} recorded no histogram. Make it with {who}(with_hist=True).")
         return record
 
     def tensor(self) -> Tensor:
         """(2, n_modules, n_records) float32: means and stds, fastai v1's `stats`."""
         record = self.record()
-        rows = self._rows(record)
-        both = [record.value("mean")[rows], record.value("std")[rows]]
+        both = [record.value(s)[self._rows(record)] for s in ("mean", "std")]
         return torch.from_numpy(np.stack(both)).float()
 
     def dead_units(self, layer: int | str) -> list[int]:
-        """Indices of the units of one layer that are dead over the window.
-
-        Of a ReLU, and of a layer that a ReLU alone reads: those that were never above 0. Of
-        others: those that gave nothing but 0.
+        """Indices of the units of one layer that were never above 0 over the last records.
 
         Raises:
             OptionError: units were not recorded.
         """
-        return self._units(layer, "dead")
-
-    def dormant_units(self, layer: int | str) -> list[int]:
-        """Indices of the units whose mean size is at most 0.025 of the layer's, over the window."""
-        return self._units(layer, "dormant")
-
-    def _units(self, layer: int | str, which: str) -> list[int]:
-        if not self.options.window:
+        if not self.tally.options.units:
             who = type(self).__name__ if self.is_forward else "ActivationStats"
             raise OptionError(
-                f"{type(self).__name__} did not count dead and dormant units. "
-                f"Make it with {who}(units=True)."
+                f"{type(self).__name__} did not count dead units. Make it with {who}(units=True)."
             )
-        name = self.record().names[self._row(layer)]
-        found = self.accumulator.units_now(name, which)
-        if found is not None:
-            return found.nonzero().flatten().tolist()  # sync: one per read-out
-        warnings.warn(
-            f'{which} units of "{name}" cannot be listed: it gave nothing to judge them by. It did '
-            f"not run, or gives single numbers. Look at another layer: `.names` lists all.",
-            HookkitWarning,
-            stacklevel=3,
-        )
-        return []
+        row = self._row(layer)
+        name, kind = self.record().names[row], self.record().types[row]
+        dead = self.tally.dead(name)
+        if dead is None or not is_clamped(self.tally.consumers, name, kind):
+            warnings.warn(
+                f'dead units of "{name}" cannot be listed: it did not run, or it is no ReLU, and '
+                f"none alone reads it. Look at another layer: `.names` lists all.",
+                HookkitWarning,
+                stacklevel=2,
+            )
+            return []
+        units: list[int] = np.flatnonzero(dead).tolist()
+        return units
 
     def color_dim(
         self,
@@ -156,6 +195,18 @@ class LayerStats(Exports, StatsCallback):
         return plotting.plot_layer_stats(self.record(), self._row(layer))
 
     def __repr__(self) -> str:
-        stats = self.accumulator
-        n = len(stats.history)
-        return f"{type(self).__name__}({len(stats.names)} layers × {n})"
+        return f"{type(self).__name__}({len(self.tally.names)} layers × {len(self.tally.history)})"
+
+
+def _listed(record: Record, rows: list[int]) -> StatsList:
+    """`rows` of `record`, as a list of its steps."""
+    tables = {name: table[rows].T.tolist() for name, table in record.values.items()}
+    stats = StatsList()
+    for i in range(len(record)):
+        layers = L({name: table[i][j] for name, table in tables.items()} for j in range(len(rows)))
+        if record.hist is not None:
+            for layer, row in zip(layers, rows, strict=True):
+                layer["hist"] = torch.from_numpy(record.hist[row, :, i]).float()
+        stats.append(layers)
+    stats.labels = tuple(record.labels[row] for row in rows)
+    return stats

@@ -5,12 +5,13 @@ Builds on `modules` and `autograd_graph`. They are read once, and need no statis
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
 from torch import nn
 
-from hookkit.autograd_graph import graph_nodes, op_name, shape_of
+from hookkit.autograd_graph import op_name, shape_of
 from hookkit.modules import walk
 
 _DROPOUTS = (
@@ -37,15 +38,19 @@ def _rate(module: nn.Module) -> float:
     return float(module.dropout) if isinstance(module, nn.MultiheadAttention) else 0.0
 
 
-def least_samples(output: Any) -> dict[str, int]:
+def least_samples(nodes: Iterable[Any]) -> dict[str, int]:
     """Of the batch norm whose means are of the fewest values: its samples, and those values.
 
+    Args:
+        nodes: of the autograd graph of the model's output.
+
     >>> import torch
+    >>> from hookkit.autograd_graph import users_of
     >>> norm, x = nn.BatchNorm2d(3), torch.randn(2, 3, 4, 4)
-    >>> least_samples(norm(x)), least_samples(norm.eval()(x))
+    >>> least_samples(users_of(norm(x))), least_samples(users_of(norm.eval()(x)))
     ({'norm_samples': 2, 'norm_values': 32}, {})
     """
-    nodes = (node for node, _ in graph_nodes(output) if op_name(node).endswith("BatchNorm"))
+    nodes = (node for node in nodes if op_name(node).endswith("BatchNorm"))
     # Private: `_saved_training` (since 1.9): in eval mode a batch norm takes no mean. Without it
     # no batch norm is judged.
     shapes = [shape_of(node) for node in nodes if getattr(node, "_saved_training", False)]

@@ -1,8 +1,7 @@
 """fastai's layout of a summary: `layer_info`, `module_summary` and a Learner's own.
 
-Builds on `making` for the run and draws the same `Summary` as `text` does. Matches fastai 2.8.12 to
-the character where its numbers are right; rows are in the order of execution, and the first
-dimension is the true one.
+Draws the rows of a `Summary`. Matches fastai 2.8.12 to the character where its numbers are right;
+rows are in the order of execution, and the first dimension is the true one.
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ from torch import nn
 
 from hookkit.data import first_batch, split_batch
 from hookkit.errors import ArgumentError, ModelRunError
-from hookkit.modelinfo import sandbox
 from hookkit.modelinfo.tree import Tree
+from hookkit.modelinfo.untouched import untouched
 from hookkit.nested import Inputs, leaves, tmap
-from hookkit.summaries.lines import View
-from hookkit.summaries.making import run_summary
 from hookkit.summaries.result import Summary
 from hookkit.summaries.rows import Row
+from hookkit.summaries.summarizing import run_summary
 from hookkit.texts import harmless, percent
 
 _N = 76  # fastai's width
@@ -49,37 +47,6 @@ class SummaryText(str):
         return self.summary.html()
 
 
-def _check(learn: Any, who: str, xb: tuple[Any, ...]) -> None:
-    """A model in the Learner's place, and no inputs, are the likeliest mistakes here."""
-    if not isinstance(getattr(learn, "model", None), nn.Module):
-        raise ArgumentError(
-            f"{who} takes a Learner, found {type(learn).__name__}. Use summary(model, x), or give "
-            f"the Learner: {who}(learn, x)."
-        )
-    if not xb:
-        raise ArgumentError(
-            f"{who} runs the model on the inputs of a batch; there are none. "
-            f"Use {who}(learn, x), or learn.summary()."
-        )
-
-
-def _summary_of(learn: Any, xb: Iterable[Any], training: bool | None) -> Summary:
-    tree, opt = Tree(learn.model), getattr(learn, "opt", None)
-    given = _on_device(tree, xb if isinstance(xb, Inputs) else Inputs(xb))
-    opt = opt if hasattr(opt, "param_groups") else None
-    return run_summary(tree, given, opt, View(), training=training, who="learn.summary")
-
-
-def _on_device(tree: Tree, xb: Inputs) -> Inputs:
-    """The inputs on the model's device, where the Learner would have put them."""
-    p = next((p for _, p in tree.params), None)
-    if p is None or p.device.type in ("cpu", "meta"):
-        return xb
-    device = p.device
-    placed: Inputs = tmap(lambda t: t.to(device), xb)
-    return placed
-
-
 def layer_info(learn: Any, *xb: Any) -> list[tuple[str, int | str, Any, Any, bool]]:
     """One tuple per innermost layer: type, parameters, trainable, output shape, same as its input.
 
@@ -101,57 +68,10 @@ def layer_info(learn: Any, *xb: Any) -> list[tuple[str, int | str, Any, Any, boo
     _check(learn, "layer_info", xb)
     one = tuple(tmap(lambda t: t[:1] if t.dim() else t, x) for x in xb)
     try:
-        made = _summary_of(learn, one, False)
+        result = _summary_of(learn, one, False)
     except Exception:  # offsets, lists of images: not every batch can be cut
-        made = _summary_of(learn, xb, False)
-    return [_info(r) for r in _leaves(made)]
-
-
-def _leaves(s: Summary) -> list[Row]:
-    return [r for r in s if r.kind == "parameter" or (r.kind == "module" and r.leaf)]
-
-
-def _info(r: Row) -> tuple[str, int | str, Any, Any, bool]:
-    if r.trainable is None:
-        return r.type, "", "", r.shape, r.shape == r.in_shape
-    free = r.trainable if isinstance(r.trainable, bool) else percent(r.trainable, 1)
-    return r.type, r.n_params, free, r.shape, r.shape == r.in_shape
-
-
-def _sizes(shape: Any) -> str:
-    """`16 x 1`; several as fastai's list of texts."""
-    if isinstance(shape, list) and all(isinstance(n, int) for n in shape):
-        return " x ".join(map(str, shape))
-    if isinstance(shape, dict):
-        return str({k: _sizes(v) for k, v in shape.items()})
-    return str([_sizes(s) for s in shape]) if isinstance(shape, list | tuple) else str(shape)
-
-
-def _table(s: Summary, xb: tuple[Any, ...]) -> str:
-    inputs = [list(t.shape) for t in leaves(xb)]
-    size = _sizes(inputs[0] if len(inputs) == 1 else inputs)
-    head = f"{'Layer (type)':<20} {'Output Shape':<20} {'Param #':<10} {'Trainable':<10}"
-    text = [f"{harmless(s.rows[0].type)} (Input shape: {size})", "=" * _N, head, "=" * _N]
-    previous: Any = None
-    for i, r in enumerate(_leaves(s)):
-        kind, n, free, shape, same = _info(r)
-        called = r.kind == "module" and r.calls
-        if called and shape is not None and (previous is None or not (same or shape == previous)):
-            text += ["_" * _N] * (previous is not None and i > 0)
-            text.append(f"{'':<20} {_sizes(shape):<20}")
-        previous = shape if called and shape is not None else previous
-        note = "" if not r.notes or r.notes[0].startswith("called") else r.notes[0]
-        text.append(f"{harmless(kind):<20} {harmless(note):<20} {n:<10} {free!s:<10}")
-    return "\n".join([*text, "_" * _N]) + "\n"
-
-
-def _drawn(s: Summary, xb: tuple[Any, ...]) -> str:
-    return (
-        f"{_table(s, xb)}\n"
-        f"Total params: {s.n_params:,}\n"
-        f"Total trainable params: {s.n_trainable:,}\n"
-        f"Total non-trainable params: {s.n_params - s.n_trainable:,}\n\n"
-    )
+        result = _summary_of(learn, xb, False)
+    return [_info(r) for r in _leaves(result)]
 
 
 def module_summary(learn: Any, *xb: Any) -> SummaryText:
@@ -170,13 +90,8 @@ def module_summary(learn: Any, *xb: Any) -> SummaryText:
     10
     """
     _check(learn, "module_summary", xb)
-    made = _summary_of(learn, xb, _mode(learn.model))
-    return SummaryText(_drawn(made, xb), made)
-
-
-def _mode(model: nn.Module) -> bool | None:
-    """Numbers are those of training, also for a model that is in evaluation mode after a fit."""
-    return None if model.training else True
+    result = _summary_of(learn, xb, True)
+    return SummaryText(_drawn(result, xb), result)
 
 
 def learner_summary(learn: Any) -> SummaryText:
@@ -185,50 +100,110 @@ def learner_summary(learn: Any) -> SummaryText:
     No event is fired and nothing of the learner changes; the batch is taken without its workers.
     Raises a ModelRunError if there are no data.
     """
-    xb = _one_input(getattr(learn, "dls", None))
-    made = _summary_of(learn, xb, _mode(learn.model))
-    text = _drawn(made, xb)
+    xb = _first_inputs(learn)
+    result = _summary_of(learn, xb, True)
+    text = _drawn(result, xb)
     text += f"Optimizer used: {learn.opt_func}\nLoss function: {learn.loss_func}\n\n"
     if learn.opt is not None:
-        at = _frozen_to(learn)
+        at = getattr(learn, "frozen_idx", 0)
         text += f"Model frozen up to parameter group #{at}\n\n" if at else "Model unfrozen\n\n"
-    cbs = sorted(learn.cbs, key=lambda cb: cb.order)
-    names = [type(cb).__name__ for cb in cbs]
+    names = [type(cb).__name__ for cb in sorted(learn.cbs, key=lambda cb: cb.order)]
     text += "Callbacks:\n" + "\n".join(f"  - {name}" for name in names)
-    about = (f"Loss {_named(learn.loss_func)}", f"Callbacks {', '.join(names) or 'none'}")
-    return SummaryText(text, replace(made, footnotes=(*made.footnotes, *about)))
+    loss = getattr(learn.loss_func, "__name__", None) or str(learn.loss_func).partition("\n")[0]
+    notes = (f"Loss {loss}", f"Callbacks {', '.join(names) or 'none'}")
+    return SummaryText(text, replace(result, notes=(*result.notes, *notes)))
 
 
-def _named(f: Any) -> str:
-    return getattr(f, "__name__", None) or str(f).partition("\n")[0]
+def _check(learn: Any, who: str, xb: tuple[Any, ...]) -> None:
+    """A model in the Learner's place, and no inputs, are the likeliest mistakes here."""
+    if not isinstance(getattr(learn, "model", None), nn.Module):
+        raise ArgumentError(
+            f"{who} takes a Learner, found {type(learn).__name__}. Use summary(model, x), or give "
+            f"the Learner: {who}(learn, x)."
+        )
+    if not xb:
+        raise ArgumentError(
+            f"{who} runs the model on the inputs of a batch; there are none. "
+            f"Use {who}(learn, x), or learn.summary()."
+        )
 
 
-def _frozen_to(learn: Any) -> int:
-    """The first parameter group that trains; 0 for an unfrozen model."""
-    for owner in (learn, learn.opt):
-        if isinstance(at := getattr(owner, "frozen_idx", None), int):
-            return at
-    groups = learn.opt.param_groups
-    free = [any(p.requires_grad for p in g["params"]) for g in groups]
-    return free.index(True) if True in free else len(groups)
+def _summary_of(learn: Any, xb: Iterable[Any], training: bool) -> Summary:
+    """Numbers are those of training, also for a model that is in evaluation mode after a fit."""
+    tree, opt = Tree(learn.model), getattr(learn, "opt", None)
+    p = next((p for _, p in tree.params), None)
+    inputs = xb if isinstance(xb, Inputs) else Inputs(xb)
+    if p is not None and not p.is_meta:
+        inputs = tmap(lambda t: t.to(p.device), inputs)
+    opt = opt if hasattr(opt, "param_groups") else None
+    mode = None if training and learn.model.training else training
+    view = {"fold": True, "depth": None, "columns": None}
+    return run_summary(tree, inputs, opt, view, training=mode, who="learn.summary")
 
 
-def _one_input(dls: Any) -> Inputs:
-    """The model's inputs from one training batch of `dls`; no random state changes.
+def _first_inputs(learn: Any) -> Inputs:
+    """The model's inputs from one training batch; no random state changes.
 
-    All but the last item, or `n_inp` items where the loader says so. A batch that is a mapping
+    All but the last item, or `n_inp` items where the DataLoaders say so. A batch that is a mapping
     becomes keyword inputs.
     """
+    dls = getattr(learn, "dls", None)
     train = getattr(dls, "train", None)
     if train is None:
         raise ModelRunError(
             "learn.summary() runs one training batch: this Learner has no data. Make it with "
             "DataLoaders(train, valid), or use module_summary(learn, xb)."
         )
-    with sandbox.preserve_random_states():
-        fastais = callable(getattr(train, "one_batch", None))
-        batch = train.one_batch() if fastais else first_batch(train, "the training loader")
+    with untouched(learn.model, observers=True):
+        batch = first_batch(train, "the training loader")
     if isinstance(batch, Mapping):
         return Inputs((), batch)
-    n = getattr(dls, "n_inp", None) or getattr(train, "n_inp", None)
-    return Inputs(split_batch(batch, n)[0])
+    return Inputs(split_batch(batch, getattr(dls, "n_inp", None))[0])
+
+
+# --- the table
+
+
+def _leaves(s: Summary) -> list[Row]:
+    return [r for r in s if r.kind == "parameter" or (r.kind == "module" and r.leaf)]
+
+
+def _info(r: Row) -> tuple[str, int | str, Any, Any, bool]:
+    same = r.shape == r.in_shape
+    if r.trainable is None:
+        return r.type, "", "", r.shape, same
+    free = r.trainable if isinstance(r.trainable, bool) else percent(r.trainable, 1)
+    return r.type, r.n_params, free, r.shape, same
+
+
+def _sizes(shape: Any) -> str:
+    """`16 x 1`; several as fastai's list of texts."""
+    if isinstance(shape, list) and all(isinstance(n, int) for n in shape):
+        return " x ".join(map(str, shape))
+    if isinstance(shape, dict):
+        return str({k: _sizes(v) for k, v in shape.items()})
+    return str([_sizes(s) for s in shape]) if isinstance(shape, list | tuple) else str(shape)
+
+
+def _drawn(s: Summary, xb: Any) -> str:
+    inputs = [list(t.shape) for t in leaves(xb)]
+    size = _sizes(inputs[0] if len(inputs) == 1 else inputs)
+    head = f"{'Layer (type)':<20} {'Output Shape':<20} {'Param #':<10} {'Trainable':<10}"
+    lines = [f"{harmless(s.rows[0].type)} (Input shape: {size})", "=" * _N, head, "=" * _N]
+    previous: Any = None
+    for i, r in enumerate(_leaves(s)):
+        kind, n, free, shape, same = _info(r)
+        called = r.kind == "module" and r.calls and shape is not None
+        if called and (previous is None or not (same or shape == previous)):
+            lines += ["_" * _N] * (previous is not None and i > 0)
+            lines.append(f"{'':<20} {_sizes(shape):<20}")
+        previous = shape if called else previous
+        note = "" if not r.notes or r.notes[0].startswith("called") else r.notes[0]
+        lines.append(f"{harmless(kind):<20} {harmless(note):<20} {n:<10} {free!s:<10}")
+    totals = f"""
+Total params: {s.n_params:,}
+Total trainable params: {s.n_trainable:,}
+Total non-trainable params: {s.n_params - s.n_trainable:,}
+
+"""
+    return "\n".join([*lines, "_" * _N, totals])

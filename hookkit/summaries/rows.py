@@ -1,46 +1,40 @@
 """The rows of a summary: what each module owns, in the order of execution, counted once.
 
-`rows_of(tree, trace)` turns a model's tree and a run of it into plain values. Parameters count by
-identity and their bytes by storage, in the row that comes first; a bare parameter beside child
-modules is a row of its own, a parametrized module is one row with what its parametrizations hold.
-Each row holds what its module owns itself, so that every column adds up to the totals; what is
-below it too is in `row.total`.
+Parameters count by identity and their bytes by storage, in the row that comes first; a bare
+parameter beside child modules is a row of its own, a parametrized module is one row with what its
+parametrizations hold. Each row holds what its module owns itself, so that every column adds up to
+the totals; what is below it too is in `row.total`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hookkit.modelinfo.info import share
-from hookkit.modelinfo.tracer import Call, Trace
+from hookkit.modelinfo.tracer import Trace
 from hookkit.modelinfo.tree import Place, Tree, dtype_name, numel, storage_of
 from hookkit.modules import can_run, join
 from hookkit.nested import describe
 
-NUMBERS = ("n_params", "n_trainable", "param_bytes", "buffer_bytes", "macs", "saved_bytes")
 
-
-@dataclass(frozen=True)
-class Totals:
-    """Sums over a module and all below it, 0 where nothing ran; `macs` are None if not counted."""
+class Totals(NamedTuple):
+    """Sums over a module and all below it, 0 where nothing ran."""
 
     n_params: int = 0
     n_trainable: int = 0
     param_bytes: int = 0
     buffer_bytes: int = 0
-    macs: int | None = 0
+    macs: int = 0
     saved_bytes: int = 0
 
-    def times(self, n: int) -> Totals:
-        """The sums of `n` that are equal to this one."""
-        numbers = ((name, getattr(self, name)) for name in NUMBERS)
-        return Totals(**{name: one and n * one for name, one in numbers})
+
+NUMBERS = Totals._fields
+_NONE = Totals()
 
 
 @dataclass(frozen=True)
@@ -55,11 +49,10 @@ class Row:
         shape, in_shape: of the first call as lists in the containers they came in; None if unknown.
         calls: times it ran; None where nothing was run or it has no forward of its own.
         n_params .. saved_bytes: its own share; parameters and memory count where they come first.
-        macs: multiply-accumulates of one forward that no module inside it accounts for; None if
-            they were not counted.
+        macs: multiply-accumulates of one forward that no module inside it accounts for.
         saved_bytes: memory of the tensors that autograd saves for the backward pass.
         trainable: True, False, the trainable share of its own parameters, None without any.
-        tied: where its first tied parameter is; "" if it has none.
+        leaf: it has no modules inside.
         total: its own share and that of all rows below it.
     """
 
@@ -76,16 +69,14 @@ class Row:
     n_trainable: int = 0
     param_bytes: int = 0
     buffer_bytes: int = 0
-    macs: int | None = 0
+    macs: int = 0
     saved_bytes: int = 0
     trainable: bool | float | None = None
-    tied: str = ""
     notes: tuple[str, ...] = ()
     dtype: str = ""
     extra: str = ""
-    training: bool = True
     leaf: bool = True
-    total: Totals = Totals()
+    total: Totals = _NONE
 
     @property
     def own(self) -> Totals:
@@ -93,42 +84,40 @@ class Row:
         return Totals(*(getattr(self, n) for n in NUMBERS))
 
 
-Fields = dict[str, Any]  # of a Row, before its total is known
-
-
 def rows_of(tree: Tree, trace: Trace | None) -> tuple[Row, ...]:
     """One row per place of a module and per bare parameter of `tree`, with what `trace` saw."""
     counted = _Counted()
-    rows: list[Fields] = []
-    for place in _in_order(tree, trace.calls if trace else {}):
-        rows += _rows_at(place, trace, counted)
-    totals = _totals(rows)
-    if trace is not None and not trace.counted:
-        rows = [{**row, "macs": None} for row in rows]
-        totals = [replace(total, macs=None) for total in totals]
-    return tuple(Row(**row, total=total) for row, total in zip(rows, totals, strict=True))
+    rows = [row for place in _in_order(tree, trace) for row in _rows_at(place, trace, counted)]
+    sums, above, parents = [row.own for row in rows], list[int](), list[int]()
+    for i, row in enumerate(rows):
+        del above[row.depth :]
+        parents.append(above[-1] if above else -1)
+        above.append(i)
+    for i in range(len(rows) - 1, 0, -1):
+        sums[parents[i]] = Totals(*map(sum, zip(sums[parents[i]], sums[i], strict=True)))
+    return tuple(replace(row, total=total) for row, total in zip(rows, sums, strict=True))
 
 
-def _in_order(tree: Tree, calls: dict[str, Call]) -> list[Place]:
+def _in_order(tree: Tree, trace: Trace | None) -> Iterator[Place]:
     """All places, parents first, siblings in the order in which something in them first ran.
 
     What did not run stays behind the sibling that it was defined after.
     """
+    calls = trace.calls if trace else {}
     began: dict[str, int] = {}
     for place in reversed(tree.places):
-        times = [t for p in place.inside if (t := began[p.name]) >= 0]
-        call = calls.get(place.name)
-        began[place.name] = min([*times, call.first] if call else times, default=-1)
-    ordered, stack = [], [tree.root]
+        times = [began[p.name] for p in place.inside if p.name in began]
+        if times := times + [calls[n].first for n in (place.name,) if n in calls]:
+            began[place.name] = min(times)
+    stack = [tree.root]
     while stack:
         place = stack.pop()
-        ordered.append(place)
+        yield place
         at, keyed = -1, []
-        for i, p in enumerate(place.inside):
-            at = began[p.name] if began[p.name] >= 0 else at
-            keyed.append((at, i, p))
-        stack += [p for _, _, p in sorted(keyed, key=lambda k: k[:2])][::-1]
-    return ordered
+        for p in place.inside:
+            at = began.get(p.name, at)
+            keyed.append((at, p))
+        stack += [p for _, p in sorted(keyed, key=lambda k: k[0])][::-1]
 
 
 class _Counted:
@@ -145,73 +134,56 @@ class _Counted:
         self.storages.add(key)
         return size if new else 0
 
-    def own(self, name: str, params: dict[str, Tensor], buffers: list[Tensor]) -> Fields:
-        """The numbers of a row that holds `params` and `buffers`."""
-        fields: Fields = dict.fromkeys(("n_params", "n_trainable", "param_bytes"), 0)
-        fields["buffer_bytes"] = sum(map(self.bytes_of, buffers))
-        if not params:
-            return fields
-        tied = ""
+    def add(self, row: Row, name: str, params: dict[str, Tensor], buffers: list[Tensor]) -> Row:
+        """`row` with the numbers of what `name` holds, and notes on what is odd about it."""
+        new, notes = [], list[str]()
         for key, p in params.items():
             here = join(name, key)
-            if (home := self.homes.setdefault(id(p), here)) != here:
-                tied = tied or home
-                continue
-            fields["n_params"] += numel(p)
-            fields["n_trainable"] += numel(p) * p.requires_grad
-            fields["param_bytes"] += self.bytes_of(p)
-        kinds = dict.fromkeys(map(dtype_name, params.values()))
-        return {
-            **fields,
-            "trainable": _trainable(params.values()),
-            "tied": tied,
-            "dtype": ", ".join(kinds),
-        }
+            home = self.homes.setdefault(id(p), here)
+            if home == here:
+                new.append(p)
+            elif not notes:
+                notes.append(f"tied → {home}")
+        if any(map(nn.parameter.is_lazy, params.values())):
+            notes.append("lazy: no shape yet")
+        sizes = [(numel(p), p.requires_grad) for p in params.values()]
+        if not any(n for n, _ in sizes):
+            sizes = [(1, trains) for _, trains in sizes]  # lazy ones have no elements yet
+        free = share(sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains))
+        return replace(
+            row,
+            n_params=sum(map(numel, new)),
+            n_trainable=sum(numel(p) for p in new if p.requires_grad),
+            param_bytes=sum(map(self.bytes_of, new)),
+            buffer_bytes=sum(map(self.bytes_of, buffers)),
+            trainable=free if params else None,
+            dtype=", ".join(dict.fromkeys(map(dtype_name, params.values()))) or row.dtype,
+            notes=(*notes, *row.notes),
+        )
 
 
-def _trainable(params: Any) -> bool | float:
-    """The trainable share of `params`, tied ones included; lazy ones have no elements yet."""
-    sizes = [numel(p) for p in params]
-    sizes = sizes if any(sizes) else [1] * len(sizes)
-    state = share(sum(sizes), sum(n for n, p in zip(sizes, params, strict=True) if p.requires_grad))
-    return state if isinstance(state, bool) else float(state)
-
-
-def _rows_at(place: Place, trace: Trace | None, counted: _Counted) -> Iterator[Fields]:
+def _rows_at(place: Place, trace: Trace | None, counted: _Counted) -> Iterator[Row]:
     """The row of the module at `place`, then those of its bare parameters."""
     m, name = place.module, place.name
     kind = str(getattr(m, "original_name", type(m).__name__))  # of a scripted module the user's
-    row: Fields = {"name": name, "kind": "module", "type": kind, "depth": place.depth}
+    row = Row(name, "module", kind, place.depth)
     if not place.is_first:
         note = f"same as {place.first or 'the model itself'}"
-        yield {**row, "kind": "again", "notes": (note,), "leaf": False}
+        yield replace(row, kind="again", notes=(note,), leaf=False)
         return
     bare = place.params if place.inside else {}
-    row |= counted.own(name, {} if bare else place.params, place.buffers)
-    row |= {"leaf": not place.inside, "training": m.training, "extra": _extra(m)}
-    notes = [f"tied → {row['tied']}"] if row.get("tied") else []
-    notes += _oddities(place)
+    row = replace(row, extra=_extra(m), leaf=not place.inside)
     if trace is not None:
-        row |= {"macs": trace.macs[name], "saved_bytes": trace.saved[name]}
-        notes += _add_calls(row, place, trace)
-    yield {**row, "notes": tuple(notes)}
+        row = _with_calls(row, place, trace)
+    if place.parametrized:
+        row = replace(row, notes=("parametrized " + ", ".join(place.parametrized), *row.notes))
+    yield counted.add(row, name, {} if bare else place.params, place.buffers)
     for key, p in bare.items():
-        yield _parameter_row(place, key, p, counted)
-
-
-def _parameter_row(place: Place, key: str, p: Tensor, counted: _Counted) -> Fields:
-    own = counted.own(place.name, {key: p}, [])
-    lazy = nn.parameter.is_lazy(p)
-    return {
-        "name": join(place.name, key),
-        "kind": "parameter",
-        "type": "Parameter",
-        "depth": place.depth + 1,
-        "outputs": () if lazy else (describe(p.detach()),),
-        "shape": None if lazy else [int(n) for n in p.shape],
-        "notes": (f"tied → {own['tied']}",) if own["tied"] else (),
-        **own,
-    }
+        lazy = nn.parameter.is_lazy(p)
+        row = Row(join(name, key), "parameter", "Parameter", place.depth + 1)
+        shape = None if lazy else [int(n) for n in p.shape]
+        row = replace(row, shape=shape, outputs=() if lazy else (describe(p.detach()),))
+        yield counted.add(row, name, {key: p}, [])
 
 
 def _extra(m: nn.Module) -> str:
@@ -221,43 +193,22 @@ def _extra(m: nn.Module) -> str:
         return ""
 
 
-def _add_calls(row: Fields, place: Place, trace: Trace) -> list[str]:
-    """Adds to `row` what its calls showed; returns notes about how often it was called."""
-    call = trace.calls.get(place.name)
+def _with_calls(row: Row, place: Place, trace: Trace) -> Row:
+    """`row` with what its calls showed, and notes about how often it was called."""
+    row = replace(row, macs=trace.macs[row.name], saved_bytes=trace.saved[row.name])
+    call = trace.calls.get(row.name)
     if call is None:
-        runs = can_run(place.module) and not isinstance(place.module, torch.jit.ScriptModule)
-        row["calls"] = 0 if runs else None
-        return ["not called"] if runs and place.opened and not trace.failed else []
-    row |= {
-        "inputs": call.inputs,
-        "outputs": tuple(call.outputs),
-        "shape": call.shapes[0] if call.shapes else None,
-        "in_shape": call.in_shape,
-        "calls": call.n,
-        "dtype": row.get("dtype") or ", ".join(call.dtypes),
-    }
-    return [f"called {call.n}×"] if call.n > 1 else []
-
-
-def _oddities(place: Place) -> list[str]:
-    """Notes on an unusual way of holding weights."""
-    notes = []
-    if place.parametrized:
-        notes.append("parametrized " + ", ".join(place.parametrized))
-    if any(nn.parameter.is_lazy(p) for p in place.params.values()):
-        notes.append("lazy: no shape yet")
-    return notes
-
-
-def _totals(rows: list[Fields]) -> list[Totals]:
-    """The sums of each row and of all rows below it."""
-    sums = [[row.get(n, 0) for n in NUMBERS] for row in rows]
-    above: list[int] = []
-    parents: list[int] = []
-    for i, row in enumerate(rows):
-        del above[row["depth"] :]
-        parents.append(above[-1] if above else -1)
-        above.append(i)
-    for i in range(len(rows) - 1, 0, -1):
-        sums[parents[i]] = [*map(add, sums[parents[i]], sums[i])]
-    return [Totals(*numbers) for numbers in sums]
+        if not can_run(place.module) or isinstance(place.module, torch.jit.ScriptModule):
+            return row
+        missed = place.opened and not trace.failed
+        return replace(row, calls=0, notes=("not called",) if missed else ())
+    return replace(
+        row,
+        inputs=call.inputs,
+        outputs=tuple(call.outputs),
+        shape=call.shapes[0] if call.shapes else None,
+        in_shape=call.in_shape,
+        calls=call.n,
+        dtype=", ".join(call.dtypes),
+        notes=(f"called {call.n}×",) if call.n > 1 else (),
+    )

@@ -37,15 +37,12 @@ def one_number(loss: Any) -> Tensor:
     try:
         value = loss if isinstance(loss, Tensor) else torch.as_tensor(loss, device="cpu")
     except (TypeError, ValueError, RuntimeError):
+        value = None
+    if value is None or value.numel() != 1 or value.is_complex():
+        what = f"a tensor of {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind_of(loss)
         raise ArgumentError(
-            f"w.loss: expected the batch's loss as one number, found {kind_of(loss)}. "
-            f"Give the tensor you call backward() on, or a float."
-        ) from None
-    if value.numel() != 1 or value.is_complex():
-        raise ArgumentError(
-            f"w.loss: expected the batch's loss as one number, found a tensor of shape "
-            f"{tuple(value.shape)}{' of complex numbers' * value.is_complex()}. Reduce it first, "
-            f"as in w.loss(loss.mean())."
+            f"w.loss: expected the batch's loss as one number, found {what}. Give the tensor that "
+            f"you call backward() on, or a float; of several numbers the mean: w.loss(loss.mean())."
         )
     return value if value.dim() == 0 else value.reshape(())
 
@@ -53,7 +50,7 @@ def one_number(loss: Any) -> Tensor:
 def epoch_rows(spans: list[dict[str, Any]], losses: Floats) -> list[dict[str, Any]]:
     """The epochs as a `Run` has them: number, last step, mean training loss, reported values.
 
-    From `ExternalLoop.spans`, and (n_steps,) losses, NaN where one is not known.
+    From `WatchedLoop.spans`, and (n_steps,) losses, NaN where one is not known.
 
     >>> epoch_rows([{"epoch": 0, "step": 0, "valid_loss": 0.5}], np.array([1.0, np.nan, 3.0]))
     [{'epoch': 0, 'step': 2, 'train_loss': 2.0, 'valid_loss': 0.5}]

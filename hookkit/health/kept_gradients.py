@@ -1,0 +1,112 @@
+"""`KeptGradients`: whether the gradient of one step is still there when the next one is computed.
+
+Without `zero_grad()` autograd adds new gradients to those that the last step has used. That is seen
+where it happens: of each optimizer one parameter is followed from a step to the next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+MANY = 16
+"""Steps that are looked at: later ones cost nothing."""
+
+
+class KeptGradients:
+    """Of the first steps, how many used the gradient of the step before, too.
+
+    Nothing is read from the device until `read`, and nothing is computed where gradients are zeroed
+    or set to None. Gradients that autograd does not add to, as those of FSDP2, are not known.
+
+    >>> w = nn.Parameter(torch.ones(2)); opt = torch.optim.SGD([w], 0.1)
+    >>> kept = KeptGradients()
+    >>> for _ in range(4):
+    ...     w.sum().backward(); kept.see_step(opt); opt.step()
+    >>> kept.read(); kept.remove()
+    {'kept_gradients': [3, 3]}
+    """
+
+    def __init__(self) -> None:
+        self._followed: WeakKeyDictionary[Optimizer, _Followed] = WeakKeyDictionary()
+        self._kept: list[Tensor | bool] = []
+
+    def see_step(self, opt: Optimizer) -> None:
+        """`opt` is about to use the gradients that there are."""
+        followed = self._followed.pop(opt, None)
+        if followed is not None:
+            followed.remove()
+            if followed.n and followed.is_autograd():
+                self._kept.append(followed.kept)
+        if len(self._kept) < MANY and not torch.compiler.is_compiling():
+            params = (p for group in opt.param_groups for p in group["params"])
+            # copies and pickles leave out the hooks of parameters only
+            plain = (p for p in params if isinstance(p, nn.Parameter) and _state(p.grad))
+            p = next(plain, None)
+            if p is not None and p.requires_grad:
+                self._followed[opt] = _Followed(p)
+
+    def remove(self) -> None:
+        """Takes the hooks off; can be called at any time, and twice."""
+        for followed in self._followed.values():
+            followed.remove()
+        self._followed.clear()
+
+    def read(self) -> dict[str, Any]:
+        """`kept_gradients`: in how many steps, and of how many that is known; {} of none."""
+        n = len(self._kept)
+        return {"kept_gradients": [sum(map(bool, self._kept)), n]} if n else {}  # sync: one a step
+
+
+class _Followed:
+    """The gradient of one parameter, from one step to the next.
+
+    Attributes:
+        n: how often autograd has added to it.
+        kept: whether what the step used is part of what there is now: each addition was to what the
+            one before had left.
+    """
+
+    def __init__(self, p: Any) -> None:
+        self.n, self.kept = 0, True  # type: int, Tensor | bool
+        self._p, self._left = p, _state(p.grad)
+        self._handles: list[Any] = []
+        self._attach()
+
+    def _attach(self) -> None:
+        self._handles.append(self._p.register_hook(lambda grad: self._before()))
+        self._handles.append(self._p.register_post_accumulate_grad_hook(lambda p: self._after()))
+
+    def _before(self) -> None:
+        """A gradient has come, and is about to be added to what there is."""
+        grad = self._p.grad
+        if grad is None or self._left is None or _state(grad) != self._left:
+            self.kept = False
+        elif self.kept is not False:
+            with torch.no_grad():  # 0 by `grad.data.zero_()`, which leaves no other trace
+                self.kept = self.kept & (grad != 0).any()
+
+    def _after(self) -> None:
+        self.n, self._left = self.n + 1, _state(self._p.grad)
+
+    def is_autograd(self) -> bool:
+        """Whether the gradient of the step is the tensor that autograd has made, maybe clipped."""
+        now = _state(self._p.grad)
+        return now is not None and self._left is not None and now[0] == self._left[0]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _state(grad: Tensor | None) -> tuple[int, int] | None:
+    """Where a gradient is, and how often it has been changed in place; None if it is not plain."""
+    if type(grad) is not Tensor or grad.layout is not torch.strided:
+        return None
+    # Private: `_version`, the counter by which autograd knows of changes in place (since 0.4).
+    # Without it zeroing in place is not seen, and gradients that are zeroed seem kept.
+    return grad.data_ptr(), grad._version

@@ -1,0 +1,263 @@
+"""`attach`: a function at each call of a module; what is registered is a `HookEntry`.
+
+    switch = Switch()                              # shared by all hooks of one recorder
+    handle = attach(module, f, switch=switch)      # f(module, args, kwargs, output)
+    switch.on = False                              # registered still, but f is not called
+    handle.remove()                                # any number of times
+
+Hooks go on through PyTorch's public functions, so their order, `prepend` and `always_call` are
+PyTorch's. A module's hooks are copied and pickled with it; the copies of a `HookEntry` do nothing.
+Also here: which calls are repetitions (`recomputing`), and a note on errors of a user's function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hookkit.checks import check_module
+from hookkit.errors import ArgumentError, HookError
+from hookkit.modules import can_run
+
+is_compiling = torch.compiler.is_compiling
+# Private: `torch._C._current_graph_task_id`, the number of the backward pass that this thread is
+# running, -1 outside of any (since 2.0). Without it a checkpoint that runs a forward again would be
+# counted as a second call.
+graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def recomputing() -> bool:
+    """True while activation checkpointing runs a forward a second time, for its backward.
+
+    Also true in any forward run from inside a backward hook. False while compiling, where a
+    checkpoint is traced once.
+
+    >>> recomputing()
+    False
+    """
+    return not is_compiling() and graph_task() != -1
+
+
+class Switch:
+    """Whether the hooks that share it call their functions. All that a compiled graph guards on."""
+
+    def __init__(self, on: bool = True) -> None:
+        self.on = on
+
+
+_ALWAYS = Switch()
+
+
+class HookEntry:
+    """What hookkit registers on a module. Copies and pickles of it do nothing.
+
+    Attributes:
+        callback: called with what PyTorch passes; None makes the entry do nothing.
+        switch: the callback is called only while it is on.
+        edit: what the callback returns replaces the output (or the inputs). Else it is ignored.
+    """
+
+    __slots__ = ("callback", "edit", "switch")
+
+    def __init__(
+        self,
+        callback: Callable[..., Any] | None = None,
+        switch: Switch | None = None,
+        edit: bool = False,
+        keeps_output: bool = True,
+    ) -> None:
+        self.callback, self.switch, self.edit = callback, switch or _ALWAYS, edit
+
+    @property
+    def observes(self) -> bool:
+        """Whether it only looks, so that the model computes the same without it."""
+        return not self.edit
+
+    def __call__(self, module: nn.Module, *seen: Any) -> Any:
+        """Passes the call on."""
+        # PyTorch calls a hook that was removed during this same call once more
+        callback = self.callback
+        if callback is None or not self.switch.on:
+            return None
+        try:
+            new = callback(module, *seen)
+        except Exception as e:
+            note(e, callback, brief(module))
+            raise
+        return new if self.edit else None
+
+    def __reduce__(self) -> Any:
+        return HookEntry, ()
+
+
+def never_compiled_alone(code: CodeType) -> None:
+    """Within its module's graph a hook is traced; where that has a break, hooks run eagerly.
+
+    Else the compiler makes a graph of each of them. What those write to in their backward passes,
+    as gradients' statistics, they share, and autograd ends such a training with an error.
+    """
+    # Private: `set_code_exec_strategy`, by which PyTorch's own wrappers are left out (2.11 has it;
+    # it changes nothing for code that is traced within another's graph). Without it hooks are
+    # compiled alone, as before.
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+
+
+never_compiled_alone(HookEntry.__call__.__code__)
+
+
+class Handle:
+    """Removes entries from their modules, which hold them; it holds neither."""
+
+    __slots__ = ("_handles",)
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def put(
+        self,
+        module: nn.Module,
+        entry: HookEntry,
+        *,
+        pre: bool = False,
+        prepend: bool = False,
+        always_call: bool = False,
+        backward: bool = False,
+    ) -> None:
+        """Registers `entry`; `backward` makes it PyTorch's full backward hook."""
+        if backward:
+            handle = module.register_full_backward_hook(entry, prepend=prepend)
+        elif pre:
+            handle = module.register_forward_pre_hook(entry, prepend=prepend, with_kwargs=True)
+        else:
+            handle = module.register_forward_hook(
+                entry, prepend=prepend, with_kwargs=True, always_call=always_call
+            )
+        self._handles.append(handle)
+
+    def remove(self) -> None:
+        """Removes all entries; none runs again, also not later in a call that is under way.
+
+        Can be called any number of times.
+        """
+        remove_all(self._handles)
+
+
+def remove_all(handles: Iterable[RemovableHandle]) -> None:
+    """Removes what `handles` are of; twice, if a Ctrl-C came in between."""
+    try:
+        _remove(handles)
+    except BaseException:
+        _remove(handles)
+        raise
+
+
+def _remove(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        hooks = handle.hooks_dict_ref()
+        entry = None if hooks is None else hooks.get(handle.id)
+        if type(entry) is HookEntry:
+            entry.callback = None
+        handle.remove()
+
+
+_SINGLE = ("hook_output", "hook_input", "edit_output", "edit_input", "edit_grad")
+
+
+def check_hookable(module: Any, who: str) -> None:
+    """Raises unless `module` is an nn.Module that runs its Python hooks: not scripted or traced."""
+    if not isinstance(module, nn.Module):
+        several = who in _SINGLE and isinstance(module, Mapping | list | tuple)
+        check_module(who, module, f"{who}s takes several." if several else "")
+    if isinstance(module, torch.jit.ScriptModule) and not can_run(module):
+        raise HookError(
+            f"{who}: {getattr(module, 'original_name', type(module).__name__)} is scripted or "
+            "traced, and TorchScript runs no Python hooks. Hook the model it was made from."
+        )
+
+
+def attach(
+    module: nn.Module,
+    fn: Callable[..., Any],
+    *,
+    pre: bool = False,
+    prepend: bool = False,
+    always_call: bool = False,
+    edit: bool = False,
+    switch: Switch | None = None,
+    keeps_output: bool = True,
+) -> Handle:
+    """Calls `fn(module, args, kwargs, output)` at each forward of `module`; a removable handle.
+
+    The bare mechanism for recorders: nothing is stored, detached, counted or left out. The module
+    holds `fn` strongly, the handle holds the module weakly; deepcopies and pickles of the module do
+    not call `fn`. Traced by `torch.compile(fullgraph=True)` if `fn` is, when attached before the
+    first call.
+
+    Args:
+        module: any module that is not scripted.
+        fn: gets the positional inputs as a tuple, the keyword inputs as a dict, and the output.
+        pre: calls `fn(module, args, kwargs)` before the forward instead.
+        prepend: before the hooks that are there, instead of after them.
+        always_call: also after a forward that raised; `output` is then None. Not for `pre`.
+        edit: what `fn` returns (unless None) replaces the output; with `pre`, it is the pair
+            `(args, kwargs)`. Without it the result is ignored.
+        switch: `fn` is called only while it is on; one switch can serve many hooks.
+        keeps_output: has no effect.
+
+    Raises:
+        ArgumentError: `module` is no module, `fn` no function.
+        HookError: `module` is scripted.
+
+    >>> seen = []
+    >>> layer = nn.Linear(2, 3)
+    >>> handle = attach(layer, lambda m, args, kwargs, out: seen.append(tuple(out.shape)))
+    >>> _ = layer(torch.ones(4, 2)); handle.remove(); _ = layer(torch.ones(5, 2)); seen
+    [(4, 3)]
+    """
+    check_hookable(module, "attach")
+    if not callable(fn):
+        raise ArgumentError(
+            f"attach: fn must be a function, found {type(fn).__name__}. "
+            "Pass f(module, args, kwargs, output), or use hook_output(module) to store the output."
+        )
+    handle = Handle()
+    entry = HookEntry(fn, switch, edit)
+    handle.put(module, entry, pre=pre, prepend=prepend, always_call=always_call)
+    return handle
+
+
+def called(fn: Callable[..., Any], module: nn.Module, *seen: Any) -> Any:
+    """`fn(module, *seen)`; an exception of the user's function gains a note with the module."""
+    try:
+        return fn(module, *seen)
+    except Exception as e:
+        note(e, fn, brief(module))
+        raise
+
+
+def note(e: Exception, fn: Callable[..., Any], label: str) -> None:
+    """Notes on `e` which hook raised it, at which module, unless the hook is hookkit's own."""
+    while type(fn).__module__.startswith("hookkit.") and hasattr(fn, "f"):
+        fn = fn.f  # the user's own function inside
+    if is_compiling() or str(getattr(fn, "__module__", "")).startswith("hookkit."):
+        return
+    where = f"on {label}"
+    if not any(n.startswith("hookkit:") and n.endswith(where) for n in getattr(e, "__notes__", ())):
+        name = getattr(fn, "__qualname__", None) or type(fn).__name__
+        e.add_note(f"hookkit: raised by the hook {name} {where}")
+
+
+def brief(module: nn.Module) -> str:
+    """A module in a few words: `Linear(in_features=5, out_features=10, bias=True)`, `Block`."""
+    if isinstance(module, torch.jit.ScriptModule) or module._modules:
+        return type(module).__name__
+    text = repr(module).split("\n")[0]
+    return text if len(text) <= 60 else type(module).__name__

@@ -1,0 +1,96 @@
+"""What a Learner has recorded and is made of: its record, its summary, its callbacks by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Self
+
+from fastcore.basics import PrettyString
+
+from hookkit.callbacks.losses import LossHistory
+from hookkit.callbacks.readout import gather, loop_text, run_of
+from hookkit.errors import nearest
+from hookkit.learner.distributing import no_log
+from hookkit.learner.predicting import Predicting
+from hookkit.records import Run, Tables, Views
+from hookkit.stats.named import Named
+
+if TYPE_CHECKING:
+    from hookkit.summaries.fastai_layout import SummaryText
+
+
+class Reading(Predicting, Tables, Views, Named):
+    """The part of a Learner that is read."""
+
+    logger: Any = print
+
+    def summary(self) -> SummaryText:
+        """The model as a table: shapes, parameters, optimizer, loss, callbacks. Changes nothing."""
+        from hookkit.summaries import learner_summary
+
+        return learner_summary(self)
+
+    def gather(self) -> Self:
+        """Merges what all ranks recorded; the Learner. A fit in `distrib_ctx` ends with it.
+
+        Every rank has to call; reading afterwards waits for none. Raises a HookError if the ranks
+        recorded different steps or layouts, or one of them does not come.
+        """
+        gather(self)
+        return self
+
+    def run_record(self) -> Run:
+        """Everything recorded so far, as plain values: what pictures, diagnosis and report read."""
+        return run_of(self)
+
+    def _loss_history(self) -> LossHistory | None:
+        recorder = self._cb_named("recorder")
+        return None if recorder is None else recorder._losses
+
+    def _epochs(self) -> list[dict[str, Any]]:
+        recorder = self._cb_named("recorder")
+        return [] if recorder is None else recorder._epochs(self.n_steps)
+
+    @property
+    def smooth_loss(self) -> float | None:
+        """The Recorder's smoothed training loss; reading it is a read from the device."""
+        recorder = self._cb_named("recorder")
+        return None if recorder is None else recorder.smooth_loss
+
+    def show_training_loop(self) -> PrettyString:
+        """The loop as text: every event in its place, with the callbacks that have it."""
+        return PrettyString(loop_text(self))
+
+    @contextmanager
+    def no_logging(self) -> Iterator[Self]:
+        """The Learner without printing its log, until the end of the `with`."""
+        before, self.logger = self.logger, no_log
+        try:
+            yield self
+        finally:
+            self.logger = before
+
+    if not TYPE_CHECKING:  # so that a misspelt name is an error there: see `Named`
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property that raised AttributeError: its own error
+                return object.__getattribute__(self, name)
+            if name[0] != "_" and "cbs" in vars(self):
+                if (cb := self._cb_named(name)) is not None:
+                    return cb
+                with suppress(AttributeError):
+                    return getattr(self.model, name)
+            near = nearest(name, [n for n in dir(self) if n[0] != "_"]) if name[0] != "_" else ()
+            hint = f" Nearest: {', '.join(near)}." if near else ""
+            raise AttributeError(
+                f"Neither the Learner, its callbacks nor its model has {name!r}.{hint}",
+                name=name,
+                obj=self,
+            )
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *(self._named() if "cbs" in vars(self) else ())]
+
+    def __repr__(self) -> str:
+        return f"Learner({type(self.model).__name__}, {self.dls!r}, cbs={list(self.cbs)})"

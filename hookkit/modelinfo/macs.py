@@ -1,0 +1,158 @@
+"""Multiply-accumulates of the operations that PyTorch really runs, below `torch.nn`.
+
+A MAC is one multiply-add of linear algebra: matrix products, convolutions, attention, recurrent
+cells. Biases, norms, activations, softmax and look-ups count 0. Because the count is taken where
+PyTorch dispatches (`aten`), functional calls, hand-written attention and einsum are seen too, and
+it does not matter which attention kernel a device chooses.
+
+Where `torch.utils.flop_counter` has a formula, half of its result is used; the other formulas are
+here. Linear algebra without a formula, custom kernels and products of sparse, nested and quantized
+tensors are reported as uncounted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+MacFormula = Callable[..., int | None]  # of the operation's arguments; `out=` is its result
+
+# How the names of operations begin that do linear algebra for which there is no formula here. Of
+# `einsum`, `linear`, `matmul` and attention only nested tensors come here undivided.
+_UNKNOWN = (
+    *("_addmm_activation", "_cdist", "_cslt_sparse_mm", "_ctc_loss", "_cudnn_attention"),
+    *("_dyn_quant_matmul", "_euclidean_dist", "_fft_", "_foreach_mm", "_int_mm", "_linalg_"),
+    *("_mixed_dtypes_linear", "_mkldnn_", "_native_multi_head", "_pdist_forward", "_sparse_"),
+    *("_spsolve", "_thnn_differentiable", "_transformer_encoder", "_triton_", "_weight_int"),
+    *("_wrapped_quantized_linear", "cholesky", "conv_tbc", "einsum", "fbgemm_linear"),
+    *("grid_sampler", "hspmm", "linalg_", "linear", "lu_solve", "matmul", "matrix_exp", "miopen_"),
+    *("mkldnn_", "ormqr", "_scaled_grouped", "scaled_dot_product_attention", "smm"),
+    *("sparse_sampled_addmm", "sspaddmm", "triangular_solve"),
+)
+_FREE = ("linalg_vector_norm", "_sparse_softmax", "_sparse_log_softmax", "_sparse_sum")
+_OWN = ("aten", "prims", "prim", "_c10d_functional", "c10d", "profiler", "debugprims", "inductor")
+
+
+def macs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
+    """Multiply-accumulates of one dispatched operation; None if there is no formula for it."""
+    formula = formula_of(func)
+    return 0 if formula is None else formula(*args, **{**kwargs, "out": out})
+
+
+@cache
+def formula_of(func: Any) -> MacFormula | None:
+    """The formula of an operation, also of its in-place form; None if it counts 0."""
+    name = name_of(func)
+    space, _, short = name.partition("::")
+    known = _FORMULAS.get(name) or _FORMULAS.get(name.rstrip("_"))
+    if known is not None:
+        return _of_dense(known)
+    unknown = short.startswith(_UNKNOWN) and short not in _FREE
+    return _uncounted if unknown or space not in _OWN else None
+
+
+def name_of(func: Any) -> str:
+    """The operation without its overload: `aten::mm`; one of higher order has no namespace."""
+    # `_schema` is private, in torch 2.11 to 2.13; the public name has the overload in it. Operators
+    # without it are counted by their full text, which has no formula.
+    return func._schema.name if hasattr(func, "_schema") else str(func)
+
+
+def _uncounted(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _of_dense(formula: MacFormula) -> MacFormula:
+    """`formula`, which holds for dense tensors only; None for others."""
+
+    def dense(*args: Any, **kwargs: Any) -> int | None:
+        if any(isinstance(x, Tensor) and x.layout is not torch.strided for x in args):
+            return None
+        return formula(*args, **kwargs)
+
+    return dense
+
+
+def _halved(flops: Callable[..., int]) -> MacFormula:
+    """One of torch's own formulas, which count a multiply-add as two."""
+    return lambda *args, out, **kwargs: int(flops(*args, **kwargs, out_val=out)) // 2
+
+
+def _second(formula: MacFormula) -> MacFormula:
+    """`formula` of an operation whose first argument is only added, such as `addmm`."""
+    return lambda _added, *args, **kwargs: formula(*args, **kwargs)
+
+
+def _mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """`a @ b`, also of batches: each element of `a` times the columns of `b`."""
+    return int(a.numel() * b.shape[-1])
+
+
+def _grouped_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """`F.grouped_mm`, the experts of a mixture: each row is multiplied by the matrix of its group.
+
+    Only where `a` is a batch and `b` is not, the columns of `b` are divided among the groups.
+    """
+    return _mm(a, b) // (a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1)
+
+
+def _matvec(a: Tensor, *_: Any, **__: Any) -> int:
+    return int(a.numel())
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    """Scores and their product with the values; all heads of the queries."""
+    return int(prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
+
+
+def _mkldnn_rnn(x: Tensor, w_ih: Tensor, w_hh: Tensor, *_: Any, **__: Any) -> int:
+    """One layer in one direction; `x` is (steps, batch, features)."""
+    return prod(x.shape[:-1]) * (w_ih.numel() + w_hh.numel())
+
+
+def _cudnn_rnn(x: Tensor, weight: list[Tensor], *_: Any, **__: Any) -> int:
+    """All layers; `x` is (steps, batch, features), or (tokens, features) when packed."""
+    return prod(x.shape[:-1]) * sum(w.numel() for w in weight if w.dim() == 2)
+
+
+def _trilinear(
+    a: Tensor, b: Tensor, c: Tensor, expand_a: Any, expand_b: Any, expand_c: Any, *_: Any, **__: Any
+) -> int:
+    """`nn.Bilinear`: one product per element of the three tensors expanded to each other."""
+    for dims, i in ((expand_a, 0), (expand_b, 1), (expand_c, 2)):
+        for d in sorted(dims):
+            a, b, c = (t.unsqueeze(d) if j == i else t for j, t in enumerate((a, b, c)))
+    return prod(map(max, a.shape, b.shape, c.shape))
+
+
+_FORMULAS: dict[str, MacFormula] = {
+    # What FlopCounterMode uses; its keys are operations.
+    **{str(op).replace(".", "::", 1): _halved(f) for op, f in flop_registry.items()},
+    "aten::mm": _mm,
+    "aten::addmm": _second(_mm),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention": _attention,
+    "aten::_scaled_dot_product_efficient_attention": _attention,
+    "aten::_scaled_dot_product_cudnn_attention": _attention,
+    "aten::_scaled_dot_product_fused_attention_overrideable": _attention,
+    "aten::_scaled_dot_product_attention_math_for_mps": _attention,
+    "flex_attention": _attention,  # of higher order: no namespace; blocks it skips are counted
+    "aten::mkldnn_rnn_layer": _mkldnn_rnn,
+    "aten::_cudnn_rnn": _cudnn_rnn,
+    "aten::_lstm_mps": lambda x, _hx, weight, *_, **__: _cudnn_rnn(x, weight),
+    "aten::_grouped_mm": _grouped_mm,
+    "aten::_scaled_mm_v2": _mm,
+    "aten::mv": _matvec,
+    "aten::dot": _matvec,
+    "aten::vdot": _matvec,
+    "aten::addmv": _second(_matvec),
+    "aten::addbmm": _second(_mm),
+    "aten::addr": _matvec,
+    "aten::_trilinear": _trilinear,
+}

@@ -1,0 +1,114 @@
+"""Histograms of a bounded sample: signed logarithmic bins that need no range, or equal ones.
+
+The upper bits of a float32 are a logarithmic bin number: `bits >> 22` counts two bins an octave
+(edges 1, 1.5, 2, 3, 4, …), exactly and alike on every device, without a logarithm or a search. What
+is below or above the bins goes to an underflow bin next to zero or to an open bin at the end; NaN
+and Inf are in no bin.
+
+A sample is one slice: it needs no random numbers, which belong to the training. Its stride is
+coprime with the size: one that divides the number of channels would see a few of them only. Each
+record begins at another offset, so in the long run every value is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SAMPLE = 4096
+"""Values of a tensor that are counted: the distribution function is right to 0.021 with 95 %
+confidence (Dvoretzky-Kiefer-Wolfowitz, with Massart's constant, 1990)."""
+
+_CLASSES = 1024  # values of the upper ten bits of a float32
+
+
+class LogBins:
+    """Signed logarithmic bins from 2**low to 2**high, one or two an octave.
+
+    Attributes:
+        edges: (n_bins + 1,) float64 with open ends.
+        width: how many counts `count` gives, from which `in_bins` makes those of the bins.
+
+    >>> LogBins(0, 2, 1).edges.tolist()
+    [-inf, -4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0, inf]
+    """
+
+    width = _CLASSES
+
+    def __init__(self, low: int = -12, high: int = 12, per_octave: int = 2) -> None:
+        factors = (1.0, 1.5)[:per_octave]
+        side = np.array([2.0**e * f for e in range(low, high) for f in factors] + [2.0**high])
+        self.edges = np.concatenate([[-np.inf], -side[::-1], [0.0], side, [np.inf]])
+        step = 2 // per_octave
+        self._starts = [0, *range((low + 127) * 2, (high + 127) * 2 + 1, step), 510]
+
+    def count(self, x: Any) -> Any:
+        """(1024,) counts of a float32 array's values by sign, exponent and first fraction bit."""
+        return np.bincount((x + np.float32(0)).view(np.uint32) >> 22, minlength=_CLASSES)
+
+    def classes(self, x: Tensor) -> Tensor:
+        """The same classes of a float32 tensor, int64 of its shape."""
+        return ((x + 0).view(torch.int32) >> 22 & _CLASSES - 1).long()  # -0.0 becomes 0.0
+
+    def in_bins(self, counts: Any) -> Any:
+        """(…, n_bins) counts of (…, 1024) classes."""
+        sides = counts.reshape(*counts.shape[:-1], 2, _CLASSES // 2)
+        bins = np.add.reduceat(sides, self._starts, axis=-1)[..., :-1]
+        return np.concatenate([bins[..., 1, ::-1], bins[..., 0, :]], -1)
+
+
+class RangeBins:
+    """`n` equal bins from `low` to `high` (fastai: 40 from 0 to 10), and open ones beside them.
+
+    >>> RangeBins(0, 10, 2).edges.tolist()
+    [-inf, 0.0, 5.0, 10.0, inf]
+    """
+
+    def __init__(self, low: float, high: float, n: int) -> None:
+        self.edges = np.concatenate([[-np.inf], np.linspace(low, high, n + 1), [np.inf]])
+        self.width = n + 3  # the last: NaN and Inf
+        self._inner = self.edges[1:-1].astype(np.float32)
+
+    def count(self, x: Any) -> Any:
+        """(n_bins + 1,) counts of a float32 array; the last of NaN and Inf."""
+        column = np.searchsorted(self._inner, x, side="right")
+        return np.bincount(np.where(np.isfinite(x), column, self.width - 1), minlength=self.width)
+
+    def classes(self, x: Tensor) -> Tensor:
+        """The bins of a float32 tensor, int64 of its shape."""
+        inner = torch.from_numpy(self._inner).to(x.device, non_blocking=True)
+        return torch.bucketize(x, inner, right=True).where(x.isfinite(), self.width - 1)
+
+    def in_bins(self, counts: Any) -> Any:
+        """(…, n_bins) counts of the finite values."""
+        return counts[..., :-1]
+
+
+def narrowed(x: Any) -> Any:
+    """An array in float32, in which finite values stay finite."""
+    if x.dtype == np.float32:
+        return x
+    most = np.finfo(np.float32).max
+    return np.where(np.isinf(x), x, np.clip(x, -most, most)).astype(np.float32)
+
+
+@lru_cache(4096)
+def _stride(n: int) -> int:
+    stride = n // SAMPLE
+    while math.gcd(stride, n) != 1:
+        stride -= 1
+    return stride
+
+
+def sample_of(n: int, offset: int) -> slice:
+    """Which `SAMPLE` of `n` values to take; all if there are fewer."""
+    if n <= SAMPLE:
+        return slice(0, n, 1)
+    stride = _stride(n)
+    start = offset % stride
+    return slice(start, start + stride * (SAMPLE - 1) + 1, stride)

@@ -1,0 +1,190 @@
+"""The nine numbers that sum up a tensor: exact, in one read, merged without loss.
+
+A row is `FIELDS`: how often the layer ran, how many finite values it gave, their mean and sum of
+squared deviations (`m2`), least and greatest, how many are near zero and exactly zero, and how many
+values were not finite. Mean and `m2` of parts merge exactly (Chan et al. 1983); sums of squares
+would cancel all digits where the mean is far from 0.
+
+There are three ways to a row: `array_row` here by numpy for a CPU, `triton_rows` for CUDA, and
+`moments` here by tensor operations for other devices; that is the reference for the others.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hookkit.devices import widest_float
+from hookkit.hooks.snapshot import is_transformed
+
+FIELDS = ("calls", "n", "mean", "m2", "min", "max", "near", "zero", "bad")
+EMPTY = (0.0, 0.0, 0.0, 0.0, math.inf, -math.inf, 0.0, 0.0, 0.0)
+"""The row of a layer that did not run; merging it changes nothing."""
+
+CHUNK = 1 << 16  # values that stay in a core's cache while they are read several times
+_WIDE = frozenset((torch.float64, torch.int64, torch.int32, torch.uint32, torch.uint64))
+
+
+@cache
+def has_numbers(dtype: torch.dtype) -> bool:
+    """Whether PyTorch can turn values of `dtype` into numbers; not `int4`, `bits8`, …"""
+    try:
+        torch.empty(1, dtype=dtype, device="cpu").to(torch.complex128)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def plain(t: Tensor) -> Tensor | None:
+    """`t` detached, as an ordinary strided real tensor; None if it has no values to read.
+
+    Complex values become magnitudes, a DTensor its local shard. None for sparse, nested, quantized,
+    meta and fake tensors, inside `torch.func` transforms, and for dtypes that are no numbers.
+    """
+    t = t.detach()
+    if type(t) is not Tensor:
+        if hasattr(t, "to_local"):
+            t = t.to_local()
+        elif not _has_storage(t):
+            return None
+        t = t.as_subclass(Tensor)
+    if t.layout is not torch.strided or t.is_nested or t.is_meta or t.is_quantized:
+        return None
+    if is_transformed(t) or not has_numbers(t.dtype):
+        return None
+    return t.abs() if t.is_complex() else t.resolve_neg()
+
+
+def _has_storage(t: Tensor) -> bool:
+    """Whether a tensor subclass is a thin one over real memory (no wrapper, no fake tensor)."""
+    try:
+        return bool(t.untyped_storage().data_ptr()) or t.numel() == 0
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def flat(t: Tensor) -> Tensor:
+    """The values of a plain tensor in memory order: a view where that is dense."""
+    if not t.is_contiguous():
+        t = t.permute(sorted(range(t.ndim), key=t.stride, reverse=True))
+    return t.reshape(-1)
+
+
+def widened(t: Tensor) -> Tensor:
+    """`t` as it is computed with: float64 for that and 32/64-bit integers, else float32."""
+    return t.to(torch.float64 if t.dtype in _WIDE else torch.float32)
+
+
+def moments(x: Tensor, eps: float) -> Tensor:
+    """The row of a flat tensor, (9,) in its device's widest float, without a read by the host.
+
+    >>> moments(torch.tensor([1.0, 3.0, float("nan")]), eps=0.05).tolist()
+    [1.0, 2.0, 2.0, 2.0, 1.0, 3.0, 0.0, 0.0, 1.0]
+    """
+    wide = widest_float(x.device)
+    if not x.numel():
+        return torch.tensor([1.0, *EMPTY[1:]], dtype=wide, device=x.device)
+    finite = x.isfinite()
+    n, y = finite.sum(dtype=wide), x.where(finite, 0).to(wide)
+    mean = y.sum() / n.clamp(min=1)
+    m2 = (y - mean).where(finite, 0).square_().sum()
+    low = x.where(finite, math.inf).amin().to(wide)
+    high = x.where(finite, -math.inf).amax().to(wide)
+    near, zero = (x.abs() <= eps).sum(dtype=wide), (x == 0).sum(dtype=wide)
+    return torch.stack([torch.ones_like(n), n, mean, m2, low, high, near, zero, x.numel() - n])
+
+
+_ONES = {kind: np.ones(CHUNK, kind) for kind in ("f", "d")}
+_LARGE = {"f": 1e16, "d": 1e150}  # sums of squares of smaller values do not overflow
+
+
+def array_row(x: Any, eps: float) -> tuple[float, ...]:
+    """The row of a flat float32 or float64 array, in chunks that stay in the cache."""
+    rows = []
+    kind, near_zero = x.dtype.char, x.dtype.type(eps)
+    ones, large = _ONES[kind], _LARGE[kind]
+    for start in range(0, len(x), CHUNK):
+        part = x[start : start + CHUNK]
+        n, low, high = len(part), float(part.min()), float(part.max())
+        if not (-large < low and high < large):  # NaN, Inf, or squares that overflow
+            rows.append(tuple(moments(torch.from_numpy(part), eps).tolist()))
+            continue
+        mean = float(part.dot(ones[:n])) / n
+        m2 = float(part.dot(part)) - n * mean * mean
+        if m2 < 0.1 * n * mean * mean:  # digits were lost
+            y = part - part.dtype.type(mean)
+            rest = float(y.dot(ones[:n])) / n
+            mean, m2 = float(part.dtype.type(mean)) + rest, float(y.dot(y)) - n * rest * rest
+        near = np.count_nonzero(np.abs(part) <= near_zero)
+        zero = np.count_nonzero(part == 0) if near else 0  # faster than of floats
+        row = 1.0, float(n), mean, max(m2, 0.0), low, high, float(near), float(zero), 0.0
+        rows.append(row)
+    return rows[0] if len(rows) == 1 else _row_of(rows)
+
+
+def _row_of(rows: list[tuple[float, ...]]) -> tuple[float, ...]:
+    """The rows of one tensor's chunks as one: `merge` for many at once."""
+    if not rows:
+        return (1.0, *EMPTY[1:])
+    table = np.array(rows)
+    _, n, means, m2, low, high = table[:, :6].T
+    total = float(n.sum())
+    with np.errstate(over="ignore"):  # squares may leave float64
+        mean = float(n @ means) / total if total else 0.0
+        deviations = float(m2.sum() + n @ (means - mean) ** 2)
+    least, most = float(low.min()), float(high.max())
+    return 1.0, total, mean, deviations, least, most, *table[:, 6:].sum(0).tolist()
+
+
+def merge(a: Any, b: Any) -> Any:
+    """The row of the values of `a` and `b` together: nine numbers each, or nine arrays, or tensors.
+
+    Source: Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance", eq. 2.1.
+
+    >>> merge((1, 1, 2.0, 0.0, 2.0, 2.0, 0, 0, 0), (1, 1, 4.0, 0.0, 4.0, 4.0, 0, 0, 0))[:6]
+    (2, 2, 3.0, 2.0, 2.0, 4.0)
+    """
+    n = a[1] + b[1]
+    share, apart = b[1] / (n + (n == 0)), b[2] - a[2]
+    mean, m2 = a[2] + apart * share, a[3] + b[3] + apart * (a[1] * share) * apart
+    least: Any = min
+    most: Any = max
+    if isinstance(n, np.ndarray):
+        least, most = np.minimum, np.maximum
+    elif isinstance(n, Tensor):
+        least, most = torch.minimum, torch.maximum
+    low, high = least(a[4], b[4]), most(a[5], b[5])
+    return a[0] + b[0], n, mean, m2, low, high, a[6] + b[6], a[7] + b[7], a[8] + b[8]
+
+
+def statistics(rows: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[np.float64]]:
+    """What a reader wants to know, from (…, 9) rows: statistic → (…) float64.
+
+    `count` is of all values, `nonfinite` of those that are NaN or Inf; the others describe the
+    finite ones: `std` as torch's (n − 1; 0.0 for one value), `near_zero` and `zero` as fractions.
+    A layer that did not run is NaN throughout; one that gave no finite value has NaN moments.
+
+    >>> statistics(moments(torch.tensor([0.0, 2.0, 4.0]), 0.05).numpy())["std"].item()
+    2.0
+    """
+    calls, n, mean, m2, low, high, near, zero, bad = np.moveaxis(rows, -1, 0)
+    some = np.where(n > 0, n, np.nan)
+    with np.errstate(over="ignore"):  # squares may leave float64
+        rms = np.sqrt(np.maximum(m2, 0) / some + mean * mean)
+    return {
+        "count": np.where(calls > 0, n + bad, np.nan),
+        "mean": np.where(n > 0, mean, np.nan),
+        "std": np.sqrt(np.maximum(m2, 0) / np.maximum(some - 1, 1)),
+        "rms": rms,
+        "min": np.where(n > 0, low, np.nan),
+        "max": np.where(n > 0, high, np.nan),
+        "near_zero": near / some,
+        "zero": zero / some,
+        "nonfinite": np.where(calls > 0, bad, np.nan),
+    }

@@ -1,0 +1,231 @@
+"""`LoopHooks`: the hooks by which a `WatchedLoop` sees forwards, losses and optimizer steps.
+
+Two pairs of hooks see everything: forward hooks on the model and on each of its wrappers (the user
+may call any of them), and the step hooks of optimizers. One more, on a loss function that is a
+module, sees the loss. Counted are outermost calls of the thread that entered `watch`; no
+recomputation by activation checkpointing, and no trace.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial, wraps
+from itertools import chain
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as global_hooks
+
+from hookkit.hooks.attach import Handle, HookEntry, check_hookable, graph_task
+from hookkit.hooks.fronts import is_tracing
+from hookkit.modules import unwrap, wrappers
+from hookkit.watching.losses import one_number
+
+if TYPE_CHECKING:
+    from hookkit.watching.loop import WatchedLoop
+
+_ANY_OPTIMIZER: Any = (
+    global_hooks.register_optimizer_step_pre_hook,
+    global_hooks.register_optimizer_step_post_hook,
+)
+
+_IN_STEP = "num_items_in_batch"
+"""A model that transformers' Trainer gives this divides its loss by the items of the whole step."""
+
+is_compiling = torch.compiler.is_compiling
+
+
+class LoopHooks:
+    """Tells a `WatchedLoop` of each forward of its model and of each step of its optimizers.
+
+    Where the model's own forward never runs (Lightning's training_step, a dict of two nets), a
+    training call of any of its parts begins a batch, and the next call of that same part another.
+
+    Attributes:
+        loop: the `WatchedLoop`, from `attach` to `remove`. It holds this object, so that a longer
+            reference would keep the model until the garbage collector runs.
+        root_ran: a training forward of the model itself was seen.
+        in_graph: the model ran inside a graph that `torch.compile` made of something around it.
+        loss_twice: the loss function was called again within a batch.
+    """
+
+    loop: WatchedLoop
+
+    def __init__(self, model: nn.Module) -> None:
+        self.outer, self.model = model, unwrap(model)
+        self.root_ran = self.in_graph = self.loss_twice = False
+        self._first_part: nn.Module | None = None  # the part that began the batch
+        self._of_model: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._thread = get_ident()
+        self._depth, self._error = 0, None  # type: int, BaseException | None
+        self._steps: list[Optimizer] = []  # under way: a step may call another's
+        self._evaluates = self._evaluated = False  # the closure of a step
+        self._last_loss: Tensor | None = None  # of the loss function
+        self._handle, self._on_parts, self._undo = Handle(), Handle(), list[Callable[[], None]]()
+
+    def attach(self, loop: WatchedLoop) -> None:
+        """Registers the hooks; `remove` removes all of them, also if this was cut short."""
+        self._begin()
+        self.loop = loop
+        for module in wrappers(self.outer):
+            check_hookable(module, "watch")
+            # before the user's hooks, which belong to the batch; after a forward that raised, too
+            self._handle.put(module, HookEntry(self._before), pre=True, prepend=True)
+            self._handle.put(module, HookEntry(self._after), always_call=True)
+            # Private: `Module._compiled_call_impl`, what `module.compile()` made (since 2.0), in
+            # whose graph hooks do not run. Without it such a model is reported as never seen.
+            # Copies and pickles of a module leave it out.
+            if (compiled := module._compiled_call_impl) is not None:
+                self._undo.append(partial(setattr, module, "_compiled_call_impl", compiled))
+                module._compiled_call_impl = partial(self._call_compiled, module, compiled)
+        if not self.root_ran:
+            for part in self.model.modules():  # a ScriptModule runs no Python hooks
+                if part is not self.model and not isinstance(part, torch.jit.ScriptModule):
+                    self._on_parts.put(part, HookEntry(self._before_part), pre=True, prepend=True)
+        if isinstance(self.loop.loss_func, nn.Module):
+            check_hookable(self.loop.loss_func, "watch")
+            self._handle.put(self.loop.loss_func, HookEntry(self._after_loss))
+        opts = [] if self.loop.finds_opts else self.loop.opts
+        pairs: list[Any] = [(o.register_step_pre_hook, o.register_step_post_hook) for o in opts]
+        for before, after in pairs or [_ANY_OPTIMIZER]:
+            self._undo.append(before(self._before_step).remove)
+            self._undo.append(after(self._after_step).remove)
+
+    def remove(self) -> None:
+        """Removes what `attach` registered; can be called at any time, and twice."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self._handle.remove()
+        self._on_parts.remove()
+        self._thread, self._evaluated = 0, True  # what is under way no longer counts
+        vars(self).pop("loop", None)
+
+    def owns(self, opt: Optimizer) -> bool:
+        """Whether `opt` holds a parameter of the model; looked up again if it gets more groups."""
+        n, owned = self._of_model.get(opt, (-1, False))
+        if n != len(opt.param_groups):
+            own = {id(p) for p in chain(self.outer.parameters(), self.model.parameters())}
+            owned = any(id(p) in own for group in opt.param_groups for p in group["params"])
+            self._of_model[opt] = len(opt.param_groups), owned
+        return owned
+
+    # --- forwards
+
+    def _counts(self) -> bool:
+        return get_ident() == self._thread and graph_task() == -1 and not is_tracing()
+
+    def _call_compiled(self, module: nn.Module, compiled: Any, *args: Any, **kwargs: Any) -> Any:
+        self._before(module, args, kwargs)
+        output = None
+        try:
+            output = compiled(*args, **kwargs)
+        finally:
+            self._after(module, args, kwargs, output)
+        return output
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if is_compiling():
+            self.in_graph = True  # written only: no guard, no graph break
+        elif self._counts():
+            self._depth += 1
+            if self._depth == 1:
+                self._error = sys.exception()
+                self._begin_forward(self.model, args, kwargs)
+
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._evaluates:
+            self._steps.clear()  # a step that is under way has raised
+        with_grad = torch.is_grad_enabled()
+        if module is self.model and module.training and with_grad and not self.root_ran:
+            self.root_ran = True
+            self._on_parts.remove()
+        self.loop.forward_began(module.training, with_grad, (args, kwargs))
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if is_compiling() or not self._counts():
+            return
+        self._depth = max(self._depth - 1, 0)
+        if self._depth:
+            return
+        failed, shared = sys.exception() is not self._error, kwargs.get(_IN_STEP) is not None
+        self.loop.forward_ended(output, failed, shared)
+
+    def _before_part(self, part: nn.Module, args: Any, kwargs: Any) -> None:
+        if is_compiling():
+            self.in_graph = True
+        elif not self._depth and torch.is_grad_enabled() and self._counts():
+            # all others that run in a batch are called by the part that began it, or after it
+            if not part.training:
+                self.loop.eval_part_began((args, kwargs))
+            elif part is self._first_part or not self.loop.in_batch:
+                self._first_part = part
+                self._begin_forward(part, args, kwargs)
+
+    def _after_loss(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if is_compiling() or not self.loop.training or not self._counts():
+            return
+        if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
+            self.loss_twice |= self._last_loss is not None and self.loop.loss is self._last_loss
+            if args:
+                self.loop.sensors.see_scores(module, args[0])
+            self.loop.report_loss(one_number(output))
+            self._last_loss = self.loop.loss
+
+    # --- steps
+
+    def _follows(self, opt: Optimizer) -> bool:
+        """Whether a step of `opt` counts; in a backward pass a thread of autograd's may make it."""
+        if is_compiling() or (self.loop.finds_opts and not self.owns(opt)):
+            return False
+        return get_ident() == self._thread or graph_task() != -1
+
+    def _before_step(self, opt: Optimizer, args: Any, kwargs: Any) -> Any:
+        if not self._follows(opt):
+            return None
+        self._steps.append(opt)
+        if len(self._steps) > 1:  # within another's, or super().step()
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        # a user's own optimizer may take a number there, or the model
+        is_closure = callable(closure) and not isinstance(closure, nn.Module)
+        self.loop.step_began(opt, is_closure)
+        if not is_closure:
+            return None
+        closure, self._evaluated = self._reported(closure), False
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": closure}
+        return (args[0], closure, *args[2:]), kwargs
+
+    def _reported(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """`closure`, whose first evaluation is reported: PyTorch has no hook for it."""
+
+        @wraps(closure)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._evaluates = True
+            try:
+                result = closure(*args, **kwargs)
+            finally:
+                self._evaluates = False
+            if not self._evaluated:
+                self._evaluated = True
+                self.loop.closure_ran()
+            return result
+
+        return call
+
+    def _after_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._steps or not self._follows(opt):
+            return
+        self._steps.pop()
+        if not self._steps:
+            self._depth = 0  # a forward that Ctrl-C has cut short ends here
+            self.loop.step_ended(opt)

@@ -1,0 +1,247 @@
+"""Where an edit lands: patches by the module itself, calls by number, what PyTorch never calls."""
+# ruff: noqa: PT031, SIM117 - the inner block is what is tested
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hookkit.attention import attention_weights
+from hookkit.editing import (
+    edit_function,
+    edit_grad,
+    edit_output,
+    edit_outputs,
+    patch_from,
+    replace,
+    scale,
+    skip_module,
+    zero,
+)
+from hookkit.errors import HookError, HookkitWarning, NeverFiredWarning
+from hookkit.hooks import hook_function, hook_output, hook_outputs
+from hookkit.selecting import select
+
+
+class Loop(nn.Module):
+    """Calls its layers in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+A, B = torch.randn(2, 4), torch.randn(2, 4)
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.equal(a, b))
+
+
+# --- patches
+
+
+def test_a_slice_of_a_list_is_patched_by_its_modules() -> None:
+    model = Loop()
+    with hook_outputs(model.layers) as clean:
+        model(A)
+
+    with edit_outputs(model.layers[1:], patch_from(clean)), hook_outputs(model.layers) as h:
+        model(B)
+
+    assert equal(h[1].stored, clean[1].stored)
+    assert equal(h[2].stored, clean[2].stored)
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_a_position_in_a_list_is_no_name_in_another_model(as_dict: bool) -> None:
+    model, other = Loop(), Loop()
+    with hook_outputs(other.layers) as clean:
+        other(A)
+    run: Any = clean.as_dict() if as_dict else clean
+
+    with pytest.raises(HookError, match="A position in a list is no name"):
+        with edit_outputs(model.layers, patch_from(run)):
+            model(B)
+
+
+def test_another_model_is_patched_by_the_names_of_select() -> None:
+    model, other = Loop(), Loop()
+    with hook_outputs(select(other, "layers.*")) as clean:
+        other(A)
+
+    with edit_outputs(select(model, "layers.1"), patch_from(clean)):
+        with hook_output(model.layers[1]) as h:
+            model(B)
+
+    assert equal(h.stored, clean["layers.1"].stored)
+
+
+def test_calls_of_functions_are_patched_in_the_same_module() -> None:
+    model = nn.ModuleList(nn.Softmax(-1) for _ in range(3))
+    with hook_function(F.softmax, within=list(model)) as clean:
+        for m in model:
+            m(A * (1 + len(clean)))
+
+    with edit_function(F.softmax, patch_from(clean), within=[model[2]]):
+        got = model[2](B)
+
+    assert equal(got, clean[2].stored)
+
+
+def test_one_sample_patches_a_batch_and_one_token_no_sequence() -> None:
+    layer = nn.Identity()
+    with hook_output(layer) as one_sample:
+        layer(torch.ones(1, 3, 2))
+    with hook_output(layer) as one_token:
+        layer(torch.ones(2, 1, 2))
+
+    with edit_output(layer, patch_from(one_sample)):
+        assert equal(layer(torch.zeros(2, 3, 2)), torch.ones(2, 3, 2))
+    with pytest.raises(HookError, match="one position is not patched into several"):
+        with edit_output(layer, patch_from(one_token)):
+            layer(torch.zeros(2, 3, 2))
+    with edit_output(layer, patch_from(one_sample, at=(slice(None), 1))):
+        assert layer(torch.zeros(2, 3, 2)).sum() == 4
+
+
+def test_call_by_call_needs_a_counterpart_for_each() -> None:
+    layer = nn.Identity()
+    with hook_output(layer, keep="all") as clean:
+        layer(A), layer(B)
+
+    with edit_output(layer, patch_from(clean)):
+        assert equal(layer(B), A)
+        assert equal(layer(A), B)
+        with pytest.raises(HookError, match="call 3 has no counterpart among the 2"):
+            layer(A)
+
+
+# --- what fits
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (replace(torch.ones(3)), r"replace\(3\) on Identity\(\): .*What is there is 2×2"),
+        (scale(torch.ones(5)), r"scale\(5\) on Identity\(\)"),
+        (zero(at=7), r"zero\(\) on Identity\(\): index 7 is out of bounds"),
+        (replace((torch.ones(2),)), r"of another structure"),
+    ],
+)
+def test_a_change_that_does_not_fit_names_the_layer(change: Any, match: str) -> None:
+    with pytest.raises(HookError, match=match):
+        change(nn.Identity(), torch.ones(2, 2))
+
+
+def test_fractions_do_not_go_into_whole_numbers() -> None:
+    with pytest.raises(HookError, match=r"does not go into a tensor of torch.int64"):
+        scale(0.5)(nn.Identity(), torch.ones(2, dtype=torch.int64))
+
+
+def test_a_change_of_what_has_no_tensor_is_an_error_and_of_nothing_none() -> None:
+    with pytest.raises(HookError, match=r"finds no tensor in Normal"):
+        zero()(nn.Identity(), torch.distributions.Normal(0, 1))
+
+    assert zero()(nn.Identity(), (None, [])) == (None, [])
+
+
+def test_zero_cuts_the_gradient() -> None:
+    layer, x = nn.Identity(), torch.ones(2, requires_grad=True)
+
+    with edit_output(layer, zero()):
+        layer(x).sum().backward()
+
+    assert x.grad is not None
+    assert not x.grad.any()
+
+
+def test_an_error_in_an_edit_at_some_calls_names_the_layer() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        with edit_output(layer := nn.Identity(), lambda o: 1 / 0, calls=[0]):
+            layer(A)
+
+    assert "on Identity()" in caught.value.__notes__[0]
+
+
+def test_an_edit_that_was_there_before_the_first_call_is_traced() -> None:
+    torch.compiler.reset()
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    edit = edit_output(net[0], scale(0))
+    compiled = torch.compile(net, fullgraph=True, backend="eager")
+
+    assert not compiled(A).any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        edit.remove()
+
+
+# --- what is never called
+
+
+def test_an_edit_of_gradients_that_never_came_is_reported() -> None:
+    with pytest.warns(NeverFiredWarning, match="no gradient arrived inside the block"):
+        with edit_grad(layer := nn.Linear(4, 4), zero()):
+            layer(A)
+
+
+@pytest.mark.parametrize("use", [lambda m: skip_module(m, A), lambda m: edit_output(m, zero())])
+def test_what_only_lends_its_weights_is_reported(use: Any) -> None:
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    x = torch.randn(1, 3, 4)
+
+    with pytest.warns(NeverFiredWarning), use(attention.out_proj):
+        attention(x, x, x)
+
+
+def test_a_skipped_part_of_a_fused_layer_is_skipped() -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
+    x, before = torch.randn(1, 3, 4), torch.backends.mha.get_fastpath_enabled()
+
+    with torch.no_grad():
+        usual = layer(x)
+        with skip_module(layer.linear2, lambda h: torch.zeros(*h.shape[:-1], 4)):
+            skipped = layer(x)
+
+    assert not torch.allclose(usual, skipped)
+    assert torch.backends.mha.get_fastpath_enabled() is before
+
+
+# --- heads
+
+
+class Grouped(nn.Module):
+    """Packs the heads of a single query into queries, as transformers does."""
+
+    num_heads = 4
+
+    def forward(self, q: Tensor, kv: Tensor) -> Tensor:
+        if q.shape[2] == 1:
+            return F.scaled_dot_product_attention(q.view(1, 2, 2, 8), kv, kv).view(1, 4, 1, 8)
+        return F.scaled_dot_product_attention(q, kv, kv, enable_gqa=True)
+
+
+def test_heads_that_a_model_packs_are_warned_of() -> None:
+    model, kv = Grouped(), torch.randn(1, 2, 5, 8)
+
+    with pytest.warns(HookkitWarning, match="called with 4 heads, and now with 2.*edit_input"):
+        with edit_function(F.scaled_dot_product_attention, zero(at=(slice(None), 1)), within=model):
+            model(torch.randn(1, 4, 5, 8), kv)
+            model(torch.randn(1, 4, 1, 8), kv)
+
+
+def test_attention_weights_unpack_grouped_heads() -> None:
+    model, q, kv = Grouped(), torch.randn(1, 4, 1, 8), torch.randn(1, 2, 5, 8)
+
+    (weights,) = attention_weights(model, q, kv).values()
+
+    keys = kv.repeat_interleave(2, 1)
+    torch.testing.assert_close(weights, (q @ keys.mT / 8**0.5).softmax(-1))

@@ -1,0 +1,150 @@
+"""What a finding and a diagnosis say, above all of what was not judged."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hookkit import ActivationStats, Diagnosis, Finding, ParamStats, Run, diagnose, watch
+from hookkit.health import RULES
+
+FALLING = 2.3 * np.exp(-np.arange(300) / 80)
+
+FOUND = Finding("dead", "error", "95% are 0", "a large step", "divide it by 10", ("fc1",), (5, 9))
+
+
+def test_a_finding_has_seven_fields():
+    names = [field.name for field in dataclasses.fields(Finding)]
+
+    assert names == ["rule", "severity", "evidence", "cause", "fix", "layers", "steps"]
+
+
+def test_a_finding_is_two_lines():
+    assert str(FOUND).split("\n") == [
+        "✗ error  dead: 95% are 0 (fc1, steps 5–9).",
+        "    Cause: a large step. Fix: divide it by 10.",
+    ]
+
+
+def test_where_names_three_layers_and_one_step():
+    many = dataclasses.replace(FOUND, layers=("a", "b", "c", "d", "e"), steps=(7,))
+
+    assert many.where == "a, b, c and 2 more, step 7"
+    assert dataclasses.replace(FOUND, layers=(), steps=()).where == ""
+
+
+def test_a_diagnosis_is_a_sequence_of_findings():
+    found = Diagnosis((FOUND,), 3, 100)
+
+    assert len(found) == 1
+    assert found[0] is FOUND
+    assert list(found) == [FOUND]
+    assert found.rules == ("dead",)
+    assert found.alarms == (FOUND,)
+    assert str(found).startswith("1 error: 3 layers, 100 steps\n✗ error  dead")
+
+
+def test_notes_leave_a_run_healthy():
+    note = dataclasses.replace(FOUND, severity="note")
+
+    assert Diagnosis((note,), 3, 100).healthy
+    assert Diagnosis((note,), 3, 100).headline == "healthy, 1 note: 3 layers, 100 steps"
+    assert not Diagnosis((FOUND,), 3, 100).healthy
+
+
+def wrong_sign(report):
+    """A model whose loss is driven up; `report(w, loss)` tells of it, or does not."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+    opt = torch.optim.SGD(net.parameters(), 0.05)
+    with watch(net, opt, ActivationStats(), ParamStats()) as w:
+        for _ in range(40):
+            x = torch.randn(32, 8)
+            loss = nn.functional.cross_entropy(net(x), x[:, :3].argmax(1))
+            opt.zero_grad()
+            (-loss).backward()
+            opt.step()
+            report(w, loss)
+    return w.diagnose()
+
+
+def test_without_losses_no_run_is_healthy_and_the_cure_is_said():
+    found = wrong_sign(lambda w, loss: None)
+
+    assert not found.healthy
+    assert "ascent" in found.not_judged["losses"]
+    assert found.headline.startswith("no alarm, but ")
+    assert "rules could not be asked" in found.headline
+    assert "call w.loss(loss) in each batch, or give watch(…, loss_func=…)" in str(found)
+
+
+@pytest.mark.parametrize(
+    "report", [lambda w, loss: w.loss(loss), lambda w, loss: w.loss(loss.item())]
+)
+def test_with_losses_the_wrong_sign_is_found(report):
+    found = wrong_sign(report)
+
+    assert found[0].rule == "ascent"
+    assert "minus cross_entropy" in found[0].evidence
+
+
+def test_what_was_not_judged_is_said_of_any_run_with_the_rules_that_need_it():
+    found = diagnose(Run(losses=FALLING))
+
+    assert found.healthy
+    assert set(found.not_judged) == {"loss graph", "activations", "parameters"}
+    assert "parameters unknown (" in str(found)
+    assert "add ParamStats()" in str(found)
+    names = {rule.name for rule in RULES}
+    assert {rule for rules in found.not_judged.values() for rule in rules} < names
+
+
+def test_records_that_are_too_few_are_said():
+    net = nn.Linear(2, 2)
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    with watch(net, opt, ParamStats()) as w:
+        for _ in range(3):
+            net(torch.ones(2, 2)).sum().backward()
+            opt.step()
+
+    assert "10 records of parameters" in w.diagnose().not_judged
+
+
+def test_of_nothing_there_is_no_verdict():
+    found = diagnose(Run())
+
+    assert not found.healthy
+    assert found.headline.startswith("nothing was recorded, no verdict")
+
+
+def test_html_has_findings_and_what_was_not_judged_escaped():
+    html = Diagnosis(
+        (dataclasses.replace(FOUND, evidence="1 < 2"),), 3, 100, {"units": ("dead",)}
+    )._repr_html_()
+
+    assert "1 &lt; 2" in html
+    assert "not judged: 1 rule" in html
+    assert "ActivationStats(units=True)" in html
+    assert "<details open" in html or "details class" in html
+
+
+def test_layers_without_a_value_are_named():
+    net = nn.ModuleDict({"used": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    with watch(net, opt, ActivationStats()) as w:
+        for _ in range(12):
+            loss = net["used"](torch.randn(4, 2)).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            w.loss(loss)
+
+    assert "1 never gave a value (other)" in w.diagnose().headline
+
+
+def test_a_run_of_one_rank_says_so():
+    run = Run(losses=FALLING, info={"rank": "rank 1 of 2"})
+
+    assert "rank 1 of 2 alone; gather() on every rank merges all" in diagnose(run).headline

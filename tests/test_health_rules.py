@@ -1,0 +1,34 @@
+"""Every rule: it is found in a training with its mistake, and not in the same without it."""
+
+import pytest
+from health_loops import LOOPS
+
+from hookkit.health import RULES, diagnose
+
+pytestmark = pytest.mark.filterwarnings("ignore::hookkit.errors.NeverFiredWarning")
+
+NOTES = {
+    *("repeated_data", "saturated", "initial_loss", "vanishing", "exploding", "overfit"),
+    "not_learning",
+}
+
+
+def test_every_rule_has_a_training():
+    assert {rule.name for rule in RULES} == LOOPS.keys()
+
+
+@pytest.mark.parametrize("rule", LOOPS)
+def test_a_rule_finds_its_mistake(rule):
+    found = diagnose(LOOPS[rule](True))
+
+    severity = {f.rule: f.severity for f in found}
+    assert rule in severity, found
+    assert (severity[rule] == "note") == (rule in NOTES), found
+
+
+@pytest.mark.parametrize("rule", LOOPS)
+def test_a_rule_is_silent_without_it(rule):
+    found = diagnose(LOOPS[rule](False))
+
+    assert rule not in found.rules
+    assert not found.alarms, found

@@ -1,0 +1,352 @@
+"""What a loop shows beyond its statistics: batches, the loss's graph, gradients that are kept."""
+
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookkit import ActivationStats, ParamStats, watch
+from hookkit.health.kept_gradients import MANY as MANY_STEPS
+from hookkit.health.sensors import MANY, Sensors, loss_name
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def info_of(loop, model=None, opt=None, **options):
+    """The facts of a run of `loop(model, opt, w)`."""
+    model = model or net()
+    opt = opt or torch.optim.SGD(model.parameters(), 0.01)
+    with watch(model, opt, **options) as w:
+        loop(model, opt, w)
+    params = list(model.parameters())
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in params)
+    return w.run_record().info
+
+
+def test_a_loss_has_the_name_of_its_function_or_class():
+    assert loss_name(F.mse_loss) == "mse_loss"
+    assert loss_name(nn.MSELoss()) == "MSELoss"
+    assert loss_name(None) is None
+
+
+# --- batches
+
+ROWS = torch.randn(128, 4)
+PARTS = ROWS.split(32)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (lambda i: [torch.randn(32, 4)], 20),
+        (lambda i: [PARTS[i % 4]], 4),
+        (lambda i: [ROWS], 1),
+        (lambda i: PARTS, 1),  # several in each step
+        (lambda i: [PARTS[i % 2][torch.randperm(32)]], 20),  # rows change their places
+        (lambda i: [PARTS[i % 2] + 1e-3 * torch.randn(32, 4)], 20),  # augmented
+    ],
+)
+def test_batches_that_come_again_are_counted_once(data, expected):
+    def loop(model, opt, w):
+        for i in range(20):
+            for x in data(i):
+                model(x).mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    assert info_of(loop)["batches"] == [20, expected]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        torch.randint(9, (4, 5)),
+        torch.rand(3) > 0.5,
+        {"x": [torch.randn(2, 2), "text"], "mask": None},
+        torch.randn(2, dtype=torch.complex64),
+        torch.randn(300, 70).to(torch.bfloat16),
+    ],
+)
+def test_any_structure_of_tensors_is_seen(given):
+    sensors = Sensors()
+    for _ in range(3):
+        sensors.see_batch(given)
+        sensors.end_step()
+
+    assert sensors.read() == {"batches": [3, 1]}
+
+
+def test_what_holds_no_plain_tensor_is_not_counted():
+    sensors = Sensors()
+    sensors.see_batch([torch.eye(3).to_sparse(), torch.empty(0), "text"])
+    sensors.end_step()
+
+    assert sensors.read() == {}
+
+
+def test_only_the_first_steps_are_looked_at():
+    sensors = Sensors()
+    for i in range(MANY + 10):
+        sensors.see_batch(torch.full((2, 2), float(max(i - MANY, 0))))
+        sensors.end_step()
+
+    assert sensors.read()["batches"] == [MANY, 1]
+
+
+def test_sensors_are_pickled_as_plain_values():
+    sensors = Sensors()
+    sensors.see_batch(torch.ones(2))
+    sensors.see_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
+    sensors.end_step()
+
+    assert pickle.loads(pickle.dumps(sensors)).read() == {"batches": [1, 1]}
+
+
+# --- the loss
+
+
+def trained(report, **options):
+    """The facts of a softmax before cross entropy, of which `report` tells `w`."""
+
+    def loop(model, opt, w):
+        for _ in range(3):
+            loss = F.cross_entropy(model(torch.randn(6, 4)).softmax(1), torch.arange(6) % 3)
+            opt.zero_grad()
+            (loss / 2).backward()
+            opt.step()
+            report(w, loss)
+
+    model = nn.Sequential(nn.Linear(4, 3))
+    return info_of(loop, model, **options)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        lambda w, loss: w.loss(loss),
+        lambda w, loss: w.loss(loss.item()),
+        lambda w, loss: None,
+    ],
+)
+def test_the_graph_of_the_loss_is_seen_however_it_is_reported(report):
+    info = trained(report)
+
+    assert info["loss_input"] == "Softmax"
+    assert info["loss_graph"]
+
+
+def test_the_name_that_the_user_gives_holds():
+    assert trained(lambda w, loss: w.loss(loss), loss_func=F.nll_loss)["loss_func"] == "nll_loss"
+    assert trained(lambda w, loss: w.loss(loss))["loss_func"] == "cross_entropy"
+
+
+def known(loss_func, scores, fed=True):
+    sensors = Sensors()
+    sensors.see_scores(loss_func, scores, fed)
+    return sensors.read().get("n_classes")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_the_number_of_classes_is_that_of_the_scores():
+    ragged = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+
+    assert known(F.cross_entropy, torch.randn(4, 5)) == 5
+    assert known(nn.CrossEntropyLoss(), torch.randn(4, 5, 7)) == 5
+    assert known(F.cross_entropy, torch.randn(2, 7, 5), fed=False) is None  # or 7 steps
+    assert known(nn.CrossEntropyLoss(reduction="sum"), torch.randn(4, 5)) is None
+    assert known(F.binary_cross_entropy_with_logits, torch.randn(4, 5)) is None
+    assert known(F.cross_entropy, ragged) is None
+    assert known(None, torch.randn(4, 5)) is None
+
+
+# --- steps
+
+
+@pytest.mark.filterwarnings("ignore::hookkit.errors.NeverFiredWarning")
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_batches_without_a_step_are_seen_if_weights_stay(by_hand):
+    def loop(model, opt, w):
+        for _ in range(5):
+            loss = model(torch.randn(4, 4)).square().mean()
+            opt.zero_grad()
+            loss.backward()
+            w.loss(loss)
+            for p in model.parameters() if by_hand else ():
+                p.data -= 0.1 * p.grad
+
+    assert info_of(loop).get("no_step", False) is not by_hand
+
+
+@pytest.mark.filterwarnings("ignore::hookkit.errors.NeverFiredWarning")
+def test_steps_in_eval_mode_are_counted():
+    def loop(model, opt, w):
+        for i in range(6):
+            model.train(i < 2)
+            model(torch.randn(4, 4)).mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    assert info_of(loop)["eval_steps"] == [4, 6]
+
+
+def test_a_validation_with_gradients_between_steps_is_none():
+    def loop(model, opt, w):
+        for _ in range(4):
+            model(torch.randn(4, 4)).mean().backward()
+            opt.step()
+            opt.zero_grad()
+            model.eval()
+            model(torch.randn(4, 4))
+            model.train()
+
+    assert "eval_steps" not in info_of(loop)
+
+
+# --- gradients that are kept
+
+
+def nothing(model, opt): ...
+
+
+def to_none(model, opt):
+    opt.zero_grad()
+
+
+def to_zero(model, opt):
+    opt.zero_grad(set_to_none=False)
+
+
+def by_data(model, opt):
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.data.zero_()
+
+
+def by_factor(model, opt):
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad *= 0
+
+
+@pytest.mark.parametrize("zero", [nothing, to_none, to_zero, by_data, by_factor])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("n_batches", [1, 3])
+def test_gradients_that_are_not_zeroed_are_counted(zero, first, n_batches):
+    def loop(model, opt, w):
+        for _ in range(6):
+            if first:
+                zero(model, opt)
+            for _ in range(n_batches):
+                model(torch.randn(4, 4)).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            opt.step()
+            if not first:
+                zero(model, opt)
+
+    assert info_of(loop)["kept_gradients"] == [5 * (zero is nothing), 5]
+
+
+def test_only_some_steps_are_looked_at_for_that():
+    def loop(model, opt, w):
+        for _ in range(MANY_STEPS + 10):
+            model(torch.randn(4, 4)).square().mean().backward()
+            opt.step()
+
+    assert info_of(loop)["kept_gradients"] == [MANY_STEPS, MANY_STEPS]
+
+
+def test_players_whose_gradients_are_zeroed_just_before_their_own_backward():
+    g, d = nn.Linear(2, 2), nn.Linear(2, 1)
+    of_g, of_d = (torch.optim.SGD(player.parameters(), 0.1) for player in (g, d))
+
+    with watch([g, d], [of_g, of_d]) as w:
+        for _ in range(6):
+            of_d.zero_grad()
+            (d(torch.randn(4, 2)) - d(g(torch.randn(4, 2)).detach())).mean().backward()
+            of_d.step()
+            of_g.zero_grad()
+            d(g(torch.randn(4, 2))).mean().backward()  # adds to the gradients of d, too
+            of_g.step()
+
+    assert w.run_record().info["kept_gradients"] == [0, 10]
+
+
+def test_an_attack_whose_gradients_are_zeroed_before_the_batch_keeps_nothing():
+    def loop(model, opt, w):
+        for _ in range(6):
+            x = torch.randn(4, 4, requires_grad=True)
+            model(x).square().mean().backward()  # adds to those of the last step
+            opt.zero_grad()
+            model((x + x.grad.sign()).detach()).square().mean().backward()
+            opt.step()
+
+    assert info_of(loop)["kept_gradients"] == [0, 5]
+
+
+def own_gradients(model, opt, before):
+    loss = model(torch.randn(4, 4)).square().mean()
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        p.grad = grad
+
+
+def without_the_last(model, opt, before):
+    model(torch.randn(4, 4)).square().mean().backward()
+    for p, grad in zip(model.parameters(), before, strict=True):
+        p.grad = p.grad - grad
+
+
+@pytest.mark.parametrize("way", [own_gradients, without_the_last])
+def test_gradients_that_something_else_has_made_are_not_known(way):
+    def loop(model, opt, w):
+        for _ in range(6):
+            before = [0 if p.grad is None else p.grad.clone() for p in model.parameters()]
+            way(model, opt, before)
+            opt.step()
+
+    assert "kept_gradients" not in info_of(loop)
+
+
+def test_a_step_that_a_scaler_skips_is_none():
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+
+    def loop(model, opt, w):
+        for i in range(8):
+            loss = model(torch.randn(4, 4)).square().mean() * (torch.inf if i == 3 else 1)
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+
+    assert info_of(loop)["kept_gradients"] == [0, 6]
+
+
+def test_training_with_sensors_is_bit_identical():
+    def trained(watched):
+        torch.manual_seed(0)
+        model = net()
+        opt = torch.optim.Adam(model.parameters(), 0.01)
+
+        def loop(w=None):
+            for _ in range(5):
+                loss = model(torch.randn(4, 4)).square().mean()
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+                if w is not None:
+                    w.loss(loss)
+
+        if watched:
+            with watch(model, opt, ActivationStats(), ParamStats()) as w:
+                loop(w)
+        else:
+            loop()
+        return list(model.parameters())
+
+    for a, b in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,394 @@
+"""What hooks store, whoever calls the model: memory, modes, threads, copies, compilers, Ctrl-C."""
+# ruff: noqa: PT031, SIM117 - the inner block is what is tested
+
+import asyncio
+import copy
+import gc
+import pickle
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hooked import n_hooks
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hookkit.editing import edit_output, zero
+from hookkit.errors import (
+    CompiledWarning,
+    HookError,
+    NeverFiredWarning,
+    OverwrittenWarning,
+    SelectionError,
+)
+from hookkit.hooks import Hook, Hooks, hook_input, hook_output, hook_outputs
+from hookkit.selecting import select
+from hookkit.summaries import summary
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+
+# --- memory and modes
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_tensor_that_is_handed_on_keeps_its_memory(mode: Any) -> None:
+    array = np.zeros(4, dtype=np.float32)
+    x, layer = torch.from_numpy(array), nn.Identity()
+
+    with mode(), hook_output(layer) as h:
+        layer(x)
+        x.add_(1)
+
+    assert array.all()
+    assert not h.stored.any()
+
+
+def test_what_an_inference_stored_can_be_trained_on_after_it() -> None:
+    with torch.inference_mode(), hook_output(layer := nn.Linear(3, 3)) as h:
+        layer(X)
+
+    probe = nn.Linear(3, 1)
+    probe(h.stored).sum().backward()
+
+    assert not h.stored.is_inference()
+
+
+def test_without_detach_the_tensor_itself_is_stored() -> None:
+    net = mlp()
+
+    with hook_output(net[0], detach=False) as h:
+        y = net(X)
+
+    (grad,) = torch.autograd.grad(y.sum(), h.stored)
+    assert grad.shape == (5, 4)
+
+
+@pytest.mark.parametrize("options", [{"detach": False}, {"clone": False}])
+def test_a_live_tensor_that_was_written_since_warns_at_its_reading(options: Any) -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True))
+    with hook_output(net[0], **options) as h, torch.no_grad():
+        net(X)
+
+    with pytest.warns(OverwrittenWarning, match=r"Linear.* was overwritten in place"):
+        _ = h.stored
+
+
+def test_a_live_hook_keeps_what_a_container_held() -> None:
+    class Gives(nn.Module):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [x]
+
+    with hook_output(layer := Gives(), detach=False) as h:
+        layer(X).clear()
+
+    assert h.stored[0] is X
+
+
+# --- threads, copies, Ctrl-C
+
+
+def test_a_block_records_the_calls_of_all_threads() -> None:
+    net = mlp()
+
+    with hook_outputs(net) as h:
+        thread = threading.Thread(target=net, args=(X,))
+        thread.start()
+        thread.join()
+    with hook_outputs(net) as later:
+        asyncio.run(asyncio.to_thread(net, X))
+
+    torch.testing.assert_close(h.stored[2], net(X), rtol=0, atol=0)
+    torch.testing.assert_close(later.stored[2], net(X), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"]
+)
+def test_copies_of_a_hooked_model_run_without_its_hooks(copied: Callable[[Any], Any]) -> None:
+    net = mlp()
+    with hook_outputs(net) as h, hook_outputs(net, grad=True) as g, edit_output(net[2], zero()):
+        twin = copied(net)
+        bare = twin(X)
+        n_before = h.n_calls, [hook.n_calls for hook in g]
+        net(X).sum().backward()
+
+    assert n_before == ({"0": 0, "1": 0, "2": 0}, [0, 0, 0])
+    torch.testing.assert_close(bare, net(X), rtol=0, atol=0)
+    hook = copied(h[0])
+    assert hook.stored is None
+    assert hook.removed
+
+
+def test_hooks_that_a_ctrl_c_interrupts_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, remove, cuts = mlp(), RemovableHandle.remove, [1]
+
+    def interrupted(self: RemovableHandle) -> None:
+        if cuts:
+            raise KeyboardInterrupt(cuts.pop())
+        remove(self)
+
+    monkeypatch.setattr(RemovableHandle, "remove", interrupted)
+
+    with pytest.raises(KeyboardInterrupt), hook_outputs(net):
+        net(X)
+
+    assert n_hooks(net) == 0
+
+
+def test_hooks_whose_registering_is_interrupted_are_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, register, times = mlp(), nn.Module.register_forward_hook, [1, 2]
+
+    def interrupted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not times:
+            raise KeyboardInterrupt
+        times.pop()
+        return register(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "register_forward_hook", interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        hook_outputs(net)
+
+    assert n_hooks(net) == 0
+
+
+# --- gradients
+
+
+class Cell(nn.Module):
+    """Makes one of its outputs from the other."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        c = x * 2
+        return c.tanh(), c
+
+
+def test_a_gradient_is_that_of_all_uses_of_the_tensor_as_retain_grad_gives_it() -> None:
+    cell, x = Cell(), torch.ones(2, requires_grad=True)
+
+    with hook_output(cell, grad=True) as h:
+        out, c = cell(x)
+        c.retain_grad()
+        (out.sum() + 3 * c.sum()).backward()
+
+    torch.testing.assert_close(h.stored[1], c.grad)
+    torch.testing.assert_close(h.stored[0], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "gives", [lambda x: x, lambda x: (x, x), lambda x: (y := x * 1, y)], ids=["one", "two", "new"]
+)
+def test_an_input_that_is_given_back_has_a_gradient_of_its_own(gives: Any) -> None:
+    class Gives(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return gives(x)
+
+    x = torch.ones(2, requires_grad=True)
+    with hook_output(layer := Gives(), grad=True) as h:
+        y = layer(x)
+        parts = y if isinstance(y, tuple) else (y,)
+        (sum((i + 1) * part.sum() for i, part in enumerate(parts)) + 10 * x.sum()).backward()
+
+    assert [g[0].item() for g in h.stored] == [1, 2][: len(h.stored)]
+
+
+def test_a_gradient_that_an_in_place_write_took_away_is_reported() -> None:
+    class Row(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 2)[0]
+
+    x, row = torch.ones(2, 2, requires_grad=True), Row()
+
+    with pytest.warns(NeverFiredWarning, match="its memory was written in place"):
+        with hook_output(row, grad=True) as h:
+            y = row(x)
+            y._base.mul_(3)  # type: ignore[union-attr]
+            y.sum().backward()
+
+    assert h.stored is None or h.stored == (None,)
+
+
+def test_of_several_calls_the_last_ones_gradient_is_stored() -> None:
+    layer = nn.Linear(2, 2)
+
+    with hook_output(layer, grad=True) as h, hook_output(layer, grad=True, keep="all") as each:
+        first, last = layer(torch.ones(1, 2)), layer(torch.ones(1, 2))
+        (first.sum() + 5 * last.sum()).backward()
+
+    assert h.stored[0].unique().tolist() == [5]
+    assert [g[0].unique().tolist() for g in each.calls] == [[1], [5]]
+
+
+def test_a_full_backward_hook_is_pytorchs_and_its_error_names_the_way_out() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
+
+    with pytest.raises(RuntimeError, match="BackwardHookFunction") as caught:
+        with Hooks(net, lambda m, gi, go: go, is_forward=False):
+            net(X).sum().backward()
+
+    assert "hook_output(module, grad=True)" in caught.value.__notes__[0]
+    assert net[0]._is_full_backward_hook is None
+
+
+# --- compiled models
+
+COMPILED = {"backend": "eager"}
+
+
+def test_an_optimizer_alone_makes_no_block_ask_for_eager_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = mlp()
+    torch.compiler.reset()
+    torch.optim.Adam(net.parameters())
+    monkeypatch.setattr(torch.compiler, "set_stance", lambda *_: pytest.fail("it was asked for"))
+
+    with hook_outputs(net) as h:
+        net(X)
+
+    assert len(h.stored) == 3
+
+
+def test_reading_an_empty_hook_searches_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = mlp()
+    torch.optim.Adam(net.parameters())
+    monkeypatch.setattr(gc, "get_objects", lambda: pytest.fail("it searches all objects"))
+
+    h, e = hook_output(net[0]), edit_output(net[0], zero())
+
+    assert h.stored is None
+    h.remove()
+    e.remove()
+
+
+def test_in_a_block_a_compiled_model_runs_its_hooks() -> None:
+    net = mlp()
+    compiled = torch.compile(net, **COMPILED)
+    want = compiled(X)
+
+    with hook_outputs(net) as h:
+        compiled(X)
+
+    torch.testing.assert_close(h.stored[2], want, rtol=0, atol=0)
+
+
+def test_a_hook_from_before_the_first_call_is_traced() -> None:
+    torch.compiler.reset()
+    net = mlp()
+    h = hook_output(net[0])
+    compiled = torch.compile(net, fullgraph=True, **COMPILED)
+
+    compiled(X)
+
+    torch.testing.assert_close(h.stored, net[0](X), rtol=0, atol=0)
+    h.remove()
+
+
+def test_a_hook_that_a_compiled_model_ignores_warns_once() -> None:
+    net = mlp()
+    compiled = torch.compile(net, **COMPILED)
+    compiled(X)
+    h = hook_output(net[0])
+    compiled(X)
+
+    with pytest.warns(CompiledWarning, match="use it in a `with` block"):
+        assert h.stored is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert h.stored is None
+    h.remove()
+
+
+# --- messages, and a hook that others look at
+
+
+def test_a_wrong_name_of_a_scripted_model_is_a_selection_error() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        m = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+
+    with pytest.raises(SelectionError, match='no module matches "head"'):
+        select(m, "head")
+
+
+def test_an_edit_that_a_summary_ran_has_fired() -> None:
+    net = mlp()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NeverFiredWarning)
+        with edit_output(net[0], lambda o: o * 2):
+            summary(net, X)
+
+
+def test_the_kind_of_a_wrong_replacement_is_said_once() -> None:
+    net = mlp()
+
+    with pytest.raises(HookError, match="the replacement is ndarray, the layer gave"):
+        with edit_output(net[0], lambda o: o.detach().numpy()):
+            net(X)
+
+
+def test_fastais_names_are_there() -> None:
+    h = Hook(layer := nn.Linear(3, 3), len, True, False, True)
+
+    assert (h.hook_func, h.detach, h.cpu, h.gather, h.removed) == (len, False, True, False, False)
+    h.hook.remove()
+    assert h.removed
+    h.hook_fn(layer, (X,), [1, 2])
+    assert h.stored == 2
+
+
+def test_inputs_are_stored_as_they_came() -> None:
+    with hook_input(layer := nn.ReLU(inplace=True)) as h:
+        x = -torch.ones(2)
+        layer(x)
+
+    assert h.stored[0].tolist() == [-1, -1]
+    assert x.tolist() == [0, 0]
+
+
+# --- cost
+
+
+def test_a_hook_costs_few_python_calls() -> None:
+    layers = nn.Sequential(*[nn.Identity() for _ in range(24)])
+    modules, x = list(layers), torch.ones(2, requires_grad=True) * 1
+
+    def run() -> None:
+        with hook_outputs(modules) as h:
+            layers(x)
+        _ = h.stored
+
+    n = n_calls(run) - n_calls(lambda: layers(x))
+
+    assert n / 24 < 16  # of a raw hook that stores: 10
+
+
+def n_calls(f: Callable[[], object]) -> int:
+    """How many Python functions `f` calls."""
+    count = 0
+
+    def see(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    f()
+    sys.setprofile(see)
+    try:
+        f()
+    finally:
+        sys.setprofile(None)
+    return count

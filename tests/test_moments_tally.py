@@ -1,0 +1,270 @@
+"""A tally merges calls, batches and steps exactly, in bounded memory, on any device."""
+
+import math
+import pickle
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hookkit.moments import history, tally
+from hookkit.moments.bins import LogBins
+from hookkit.moments.history import WAIT, History
+from hookkit.moments.reading import record_of
+from hookkit.moments.tally import Options, Tally
+from hookkit.moments.units import WINDOW, channel_dim
+
+ALL = Options(bins=LogBins(), units=True)
+
+
+@pytest.fixture(params=["numpy", "on a device"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A CPU's tensors are read as there, or as those of a device without Triton."""
+    if request.param != "numpy":
+        monkeypatch.setattr(Tally, "_entry", lambda self, x, *a: on_device(self, x, *a))
+    return str(request.param)
+
+
+def on_device(stats: Tally, x: Any, *a: Any) -> Any:
+    return stats._entry_on_device(torch.from_numpy(np.ascontiguousarray(x)), *a)
+
+
+def outputs(n: int = 40) -> list[list[torch.Tensor]]:
+    g = torch.Generator().manual_seed(0)
+    steps = [[torch.randn(8, 6, generator=g) + i for i in range(2)] for _ in range(n)]
+    steps[5][0][0, 0] = math.nan
+    return steps
+
+
+def filled(stats: Tally, steps: list[list[torch.Tensor]]) -> Tally:
+    for step, tensors in enumerate(steps):
+        for i, t in enumerate(tensors):
+            stats.see(stats.row(f"fc{i}", "ReLU"), 0, "", t)
+        stats.commit(step, step // 10, step)
+    return stats
+
+
+@pytest.mark.usefixtures("engine")
+def test_each_record_is_that_of_its_tensors() -> None:
+    steps = outputs()
+
+    record = record_of(filled(Tally("activation", ALL), steps))
+
+    for i in range(2):
+        x = torch.stack([tensors[i] for tensors in steps]).double().flatten(1)
+        y = x.nan_to_num(0.0)
+        n = x.isfinite().sum(1).double()
+        mean = y.sum(1) / n
+        std = ((x - mean[:, None]).square().nansum(1) / (n - 1)).sqrt()
+        np.testing.assert_allclose(record.value("mean", i), mean, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(record.value("std", i), std, rtol=1e-5)
+        np.testing.assert_array_equal(record.value("nonfinite", i), 48 - n)
+        assert record.hist is not None
+        np.testing.assert_array_equal(record.hist[i].sum(0), n)
+    assert record.steps.tolist() == list(range(40))
+    assert record.epochs.tolist() == [step // 10 for step in range(40)]
+
+
+@pytest.mark.usefixtures("engine")
+def test_calls_and_batches_of_a_step_merge_and_others_leave_nothing() -> None:
+    stats, whole = Tally("activation", ALL), Tally("activation", ALL)
+    x = torch.randn(12, 5, generator=torch.Generator().manual_seed(1))
+    row = stats.row("fc", "ReLU")
+
+    stats.see(row, 0, "", 100 * x)
+    stats.drop()  # a cancelled batch
+    stats.see(row, 0, "", x[:4])
+    stats.fold()
+    stats.see(row, 0, "", x[4:8])
+    stats.see(row, 0, "", x[8:])
+    stats.commit(0, 0, 0)
+    stats.see(row, 0, "", 100 * x)
+    stats.fold()
+    stats.forget()  # a skipped step
+    filled(whole, [[x]])
+
+    got, want = record_of(stats), record_of(whole)
+    assert got.value("count").tolist() == [[60]]
+    for name in ("mean", "std", "min", "max", "zero", "dead"):
+        np.testing.assert_allclose(got.value(name), want.value(name), rtol=1e-6, err_msg=name)
+    np.testing.assert_array_equal(got.hist, want.hist)
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_batch_that_is_kept_only_if_it_is_finite() -> None:
+    stats = Tally("gradient")
+    row = stats.row("fc", "Linear")
+    for bad in (True, False):
+        stats.see(row, 0, "", torch.tensor([1.0, math.inf if bad else 2.0]))
+        stats.fold(finite_only=True)
+    stats.commit(0, 0, 0)
+
+    assert record_of(stats).value("count").tolist() == [[2]]
+
+
+def test_further_tensors_of_a_layer_have_rows_of_their_own() -> None:
+    stats = Tally("activation")
+    row = stats.row("lstm", "LSTM")
+    stats.see(row, 0, "[0]", torch.ones(2))
+    stats.see(row, 1, "[1][0]", torch.zeros(3))
+    stats.commit(0, 0, 0)
+
+    assert record_of(stats).names == ("lstm", "lstm[1][0]")
+    assert record_of(stats).meta["dtype"] == ["torch.float32"] * 2
+
+
+@pytest.mark.parametrize("limit", [5, 6, 8])
+def test_a_full_history_merges_neighbours_exactly(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = outputs(61)
+    plain = record_of(filled(Tally("activation", ALL), steps))
+    n_bytes = 2 * 9 * 8 + plain.hist.shape[1] * 2 * 4 + 2 * 4 * 8  # type: ignore[union-attr]
+    monkeypatch.setattr(history, "LIMIT", limit * n_bytes)
+
+    record = record_of(filled(Tally("activation", ALL), steps))
+
+    assert len(record) <= limit
+    assert record.spans.sum() == 61
+    assert set(record.spans[:-1]) == {record.spans[0]}  # an even resolution
+    at = np.cumsum(record.spans) - record.spans
+    np.testing.assert_array_equal(record.steps, at)
+    np.testing.assert_array_equal(
+        record.value("count"), np.add.reduceat(plain.value("count"), at, 1)
+    )
+    np.testing.assert_array_equal(record.hist, np.add.reduceat(plain.hist, at, 2))
+    np.testing.assert_array_equal(
+        record.value("max"), np.maximum.reduceat(plain.value("max"), at, 1)
+    )
+    first = torch.cat([tensors[1] for tensors in steps[: record.spans[0]]]).double()
+    assert record.value("std", 1)[0] == pytest.approx(first.std().item(), rel=1e-6)
+
+
+def test_memory_stays_bounded_over_hundreds_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "LIMIT", 2**20)
+    stats = Tally("activation", ALL)
+    rows = [stats.row(f"fc{i}", "ReLU") for i in range(40)]
+    x = torch.randn(4, 8)
+    sizes = []
+    for step in range(400):
+        for row in rows:
+            stats.see(row, 0, "", x)
+        stats.commit(step, 0, step)
+        if step % 100 == 99:
+            columns = stats.history.columns
+            sizes.append(len(columns) * sum(table.nbytes for table in columns[0].values()))
+    assert max(sizes) <= history.LIMIT
+    assert len(stats._state.history.waiting) <= WAIT
+
+
+def test_it_continues_after_a_pickle() -> None:
+    steps = outputs()
+    stats = filled(Tally("activation", ALL), steps[:25])
+
+    again = pickle.loads(pickle.dumps(stats))
+    for one in (stats, again):
+        for step in range(25, 40):
+            for i, t in enumerate(steps[step]):
+                one.see(one.row(f"fc{i}", "ReLU"), 0, "", t)
+            one.commit(step, 0, step)
+
+    assert record_of(again) == record_of(stats)
+
+
+def test_rows_may_come_later_and_layers_may_not_run() -> None:
+    stats = Tally("activation")
+    for step in range(4):
+        stats.see(stats.row("a", "Linear"), 0, "", torch.ones(2))
+        if step == 2:
+            stats.see(stats.row("b", "Linear"), 0, "", torch.ones(3))
+        stats.commit(step, 0, step)
+
+    count = record_of(stats).value("count")
+    assert count[0].tolist() == [2] * 4
+    np.testing.assert_array_equal(count[1], [np.nan, np.nan, 3, np.nan])
+
+
+# units
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_unit_is_dead_if_it_was_never_above_0_over_the_window() -> None:
+    stats = Tally("activation", ALL)
+    row = stats.row("act", "ReLU")
+    g = torch.Generator().manual_seed(0)
+    seen = []
+    for step in range(3 * WINDOW):
+        x = torch.randn(3, 7, generator=g).relu() * (torch.rand(7, generator=g) > 0.97)
+        seen.append(x.amax(0))
+        stats.see(row, 0, "", x)
+        stats.commit(step, 0, step)
+
+    dead, half = record_of(stats).value("dead", 0), WINDOW // 2
+    for step in range(3 * WINDOW):
+        first = max(step // half - 1, 0) * half
+        tops = torch.stack(seen[first : step + 1]).amax(0)
+        assert dead[step] == pytest.approx((tops <= 0).double().mean().item()), step
+
+
+@pytest.mark.parametrize("shape", [(3000, 40), (64, 40, 5, 5), (8, 700, 40), (40,), (2, 40, 9000)])
+@pytest.mark.usefixtures("engine")
+def test_dead_units_of_large_tensors_are_exact(shape: tuple[int, ...]) -> None:
+    kind = "Linear" if shape[-1] == 40 else f"Conv{len(shape) - 2}d"
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    dim = channel_dim(kind, x)
+    alive = torch.zeros(40, dtype=torch.bool)
+    alive[::3] = True
+    x = torch.where(alive.view([-1 if d == dim else 1 for d in range(x.ndim)]), x.abs(), -x.abs())
+    stats = Tally("activation", ALL)
+    stats.consumers = {"fc": "ReLU"}
+    stats.see(stats.row("fc", kind), 0, "", x)
+    stats.commit(0, 0, 0)
+
+    assert stats.dead("fc").tolist() == (~alive).tolist()
+
+
+def test_channels_are_those_of_the_layer_before_as_the_graph_shows() -> None:
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    conv, fc = torch.nn.Conv1d(3, 5, 1), torch.nn.Linear(8, 8)
+    norm = torch.nn.BatchNorm1d(5)
+
+    assert channel_dim("ReLU", norm(conv(x)).relu()) == 1
+    assert channel_dim("ReLU", torch.nn.functional.dropout(conv(x), 0.5).relu()) == 1
+    assert channel_dim("ReLU", fc(x).relu()) == 2
+    assert channel_dim("ReLU", (fc(x) + x).relu()) == 2
+    assert channel_dim("ReLU", x.detach()) == 2
+    assert channel_dim("ReLU", torch.ones(2, 3, 4, 4)) == 1
+    assert channel_dim("Conv2d", torch.ones(3, 4, 4)) == 0  # without a batch
+
+
+# interrupts
+
+
+def test_a_history_is_as_it_was_until_its_successor_is_whole() -> None:
+    def tables(value: float) -> Any:
+        if value < 0:
+            raise KeyboardInterrupt
+        return {"params": np.full((1, 2), value)}
+
+    old = History().later((0, 0, 0), partial(tables, 1.0)).settled()
+    new = old.later((1, 0, 1), partial(tables, -1.0))
+
+    with pytest.raises(KeyboardInterrupt):
+        new.settled()
+
+    assert (len(old), len(new), old.places) == (1, 2, [(0, 0, 0)])
+    assert old.table("params", 1).tolist() == [[[1.0, 1.0]]]
+
+
+def test_of_many_calls_on_a_device_a_bounded_number_is_sampled(engine: str) -> None:
+    stats = Tally("activation", ALL)
+    row = stats.row("cell", "RNNCell")
+    for _ in range(200):
+        stats.see(row, 0, "", torch.ones(2, 3))
+    if engine != "numpy":
+        assert len(stats._state.batch[row].counts) == tally._MOST_SAMPLES
+    stats.commit(0, 0, 0)
+
+    assert record_of(stats).value("count").tolist() == [[1200]]

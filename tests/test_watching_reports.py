@@ -1,0 +1,433 @@
+"""What a watched loop is told and tells: losses, epochs, arguments, names, warnings."""
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_watching import Log, batches, net, sgd, train
+from torch import nn
+
+from hookkit.callbacks import Callback
+from hookkit.errors import ArgumentError, HookError, HookkitWarning, NeverFiredWarning
+from hookkit.recording import HookCallback
+from hookkit.stats import ActivationStats, ParamStats
+from hookkit.watching import watch
+
+# --- the loss
+
+
+@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("late", [False, True])
+def test_the_loss_of_a_step_is_the_mean_of_what_its_batches_reported(late: bool, each: int):
+    model, seen = net(), []
+    opt = sgd(model)
+
+    with watch(model, opt) as w:
+        for i, x in enumerate(batches(4)):
+            loss = model(x).pow(2).mean()
+            seen.append(loss.item())
+            (loss / each).backward()
+            if not late:
+                w.loss(loss)
+            if (i + 1) % each == 0:
+                opt.step()
+            if late:
+                w.loss(loss.item())
+
+    np.testing.assert_allclose(w.losses, np.reshape(seen, (-1, each)).mean(1), rtol=1e-6)
+
+
+def test_a_step_whose_loss_is_not_known_has_none():
+    model = net()
+    opt = sgd(model)
+
+    with watch(model, opt) as w:
+        train(model, opt, 2)
+        assert w.run_record().losses is None
+        w.loss(2.0)
+        train(model, opt, 1)
+
+    assert np.isnan(w.losses).tolist() == [True, False, True]
+
+
+class Returns(nn.Module):
+    """A model that returns more than its scores."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net, self.kind = net(), kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.net(x)
+        value = y.pow(2).mean()
+        by_name = {"value": y.sum(), "loss": value, "logits": y}
+        return {"loss": value, "by_name": by_name, "second": (y, value)}[self.kind]
+
+
+@pytest.mark.parametrize("kind", ["loss", "by_name", "second"])
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_loss_that_the_model_returns_is_found(kind: str, reported: bool):
+    """A scalar that is only a guess (an actor-critic's value) gives way to what is reported."""
+    model, values = Returns(kind), []
+    opt = sgd(model)
+
+    with watch(model, opt) as w:
+        for step in range(3):
+            for x in batches(2):
+                out = model(x)
+                loss = out if kind == "loss" else out["loss" if kind == "by_name" else 1]
+                values.append(loss.item())
+            if reported:
+                w.loss(100.0 + step)
+            loss.backward()
+            opt.step()
+        model.eval()
+        model(batches()[0])
+
+    want = np.reshape(values, (3, 2)).mean(1)
+    if reported:
+        first = np.reshape(values, (3, 2))[:, 0]
+        want = np.array([100.0, 101.0, 102.0])
+        want = want if kind == "second" else (first + want) / 2  # each batch has its own
+    np.testing.assert_allclose(w.losses, want, rtol=1e-5)
+
+
+def test_the_loss_function_can_be_watched():
+    model, losses, seen = net(), [], []
+    opt, mse = sgd(model), nn.MSELoss()
+    cb = Callback(before_step=lambda self: seen.append(self.learn.loss.item()))
+
+    with watch(model, opt, cb, loss_func=mse) as w:
+        for x in batches():
+            loss = mse(model(x), torch.zeros(5, 2))
+            losses.append(loss.item())
+            loss.backward()
+            opt.step()
+            mse(torch.ones(3), torch.zeros(3))
+
+    assert w.losses.tolist() == pytest.approx(losses)
+    assert seen == pytest.approx(losses)
+    assert len(mse._forward_hooks) == 0
+
+
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_loss_function_called_twice_in_a_batch_is_warned_of(reported: bool):
+    model, mse = net(), nn.MSELoss()
+    opt = sgd(model)
+    w = watch(model, opt, loss_func=mse).start()
+    for x in batches(2):
+        y = model(x)
+        loss = mse(y, torch.zeros(5, 2)) + mse(y, torch.ones(5, 2))
+        loss.backward()
+        opt.step()
+        if reported:
+            w.loss(loss)
+
+    if reported:
+        w.stop()
+        assert w.losses[-1] == pytest.approx(loss.item())
+    else:
+        with pytest.warns(NeverFiredWarning, match=r"MSELoss was called more than once.*w\.loss"):
+            w.stop()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_model_called_in_parts_has_the_mean_of_its_batches_losses(frozen: bool):
+    model = nn.ModuleDict({"body": nn.Linear(4, 8), "head": nn.Linear(8, 1)})
+    model["body"].requires_grad_(not frozen)
+    opt, mse, truth = sgd(model), nn.MSELoss(), []
+
+    with watch(model, opt, acts := ActivationStats(), loss_func=mse) as w:
+        for i, x in enumerate(batches(6)):
+            y = model["head"](model["body"](x) + model["body"](-x))
+            loss = mse(y, torch.ones_like(y))
+            (loss / 3).backward()
+            truth.append(loss.item())
+            if i % 3 == 2:
+                opt.step()
+                opt.zero_grad()
+
+    assert w.n_steps == 2
+    assert acts.record().value("count").tolist() == [[240.0] * 2, [15.0] * 2]
+    np.testing.assert_allclose(w.losses, np.reshape(truth, (2, 3)).mean(1), rtol=1e-6)
+
+
+# --- epochs and facts
+
+
+def test_a_run_has_what_was_reported_of_its_epochs():
+    model = net()
+    opt = sgd(model)
+
+    with watch(model, opt) as w:
+        for epoch in range(2):
+            for i, x in enumerate(batches(2)):
+                model(x).sum().backward()
+                w.loss(float(epoch + i))
+                opt.step()
+            w.epoch(valid_loss=torch.tensor(0.5), accuracy=np.float32(1), each=torch.ones(2))
+        w.info["n_classes"] = 2
+        run = w.run_record()
+
+    reported = {"valid_loss": 0.5, "accuracy": 1.0, "each": [1.0, 1.0]}
+    assert run.valid == [
+        {"epoch": 0, "step": 1, "train_loss": 0.5, **reported},
+        {"epoch": 1, "step": 3, "train_loss": 1.5, **reported},
+    ]
+    assert type(run.valid[0]["accuracy"]) is float
+    assert (run.info["n_classes"], run.info["optimizer"]) == (2, "SGD")
+    assert run.losses.tolist() == [0.0, 1.0, 1.0, 2.0]
+
+
+def test_what_watch_counts_of_an_epoch_cannot_be_reported():
+    w = watch(net()).start()
+
+    with pytest.raises(ArgumentError, match=r"epoch\(epoch=…\): .* another name: my_epoch=…"):
+        w.epoch(step=77, epoch=3)
+    w.stop()
+
+
+def test_two_runs_are_joined_as_values(tmp_path):
+    from hookkit import Run
+
+    def trained(n: int) -> Any:
+        model = net()
+        opt = sgd(model)
+        with watch(model, opt, ParamStats()) as w:
+            train(model, opt, n)
+        return w.run_record()
+
+    whole = Run.load(trained(3).save(tmp_path / "run.npz")) + trained(4)
+
+    assert (whole.n_steps, whole.params.steps.tolist()) == (7, list(range(7)))
+    assert [row["epoch"] for row in whole.valid] == [0, 1]
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((nn.Linear,), {}, r"expected a model .* found the class Linear"),
+        (([],), {}, "found a list"),
+        ((net(), 3), {}, "expected a torch optimizer, a list of them, or None"),
+        ((net(), torch.optim.SGD), {}, "expected a torch optimizer, a list of them, or None"),
+        ((net(), None, print), {}, r"expected a callback, found .*Give a Callback"),
+        ((net(), None, Callback(), sgd(net())), {}, r"expected a callback, found a SGD"),
+        ((net(),), {"loss_func": "ce"}, r"loss_func='ce'.* Give the loss function"),
+        ((net(),), {"loss_func": nn.MSELoss}, r"found the class MSELoss\. Call the class"),
+        ((net(),), {"each_forward": "yes"}, r"each_forward='yes'.* give True or False"),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments: Any, options: Any, message: str):
+    with pytest.raises(ArgumentError, match=message):
+        watch(*arguments, **options)
+
+
+def test_fastais_own_optimizers_and_callbacks_are_named_with_what_works():
+    class Adam:
+        param_lists = hypers = ()
+
+    ours = type("Mixup", (), {"__module__": "fastai.callback.mixup"})
+    learner = type("Learner", (), {"__module__": "fastai.learner"})()
+
+    with pytest.raises(ArgumentError, match=r"fastai's own.*OptimWrapper"):
+        watch(net(), Adam())
+    with pytest.raises(ArgumentError, match=r"(?s)Mixup is a callback of fastai.*watch\(lea"):
+        watch(net(), None, ours)
+    with pytest.raises(HookError, match=r"(?s)ActivationStats is a callback of hookkit, "):
+        ActivationStats().learn = learner
+
+
+@pytest.mark.parametrize("loss", ["x", None, {}, [[1.0], [2.0, 3.0]], 1j, torch.ones(2)])
+def test_a_loss_that_is_not_one_number_is_refused(loss: object):
+    model = net()
+
+    with watch(model, sgd(model)) as w, pytest.raises(ArgumentError, match="loss as one number"):
+        w.loss(loss)
+
+
+def test_a_scripted_model_is_refused():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.jit.script(net())
+
+    with pytest.raises(HookError, match="scripted"):
+        watch(model).start()
+
+
+def test_a_wrapped_optimizer_is_unwrapped():
+    class Wrapped:  # as accelerate's: an optimizer in name, whose own step hooks do not work
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    model = net()
+    opt = sgd(model)
+
+    assert watch(model, Wrapped(Wrapped(opt))).opt is opt
+
+
+def test_a_running_watch_cannot_be_started():
+    with watch(net()) as w, pytest.raises(HookError, match="while it is running"):
+        w.start()
+
+
+def test_a_watcher_is_no_value():
+    w = watch(net(), None, ActivationStats())
+
+    for made in copy.copy, copy.deepcopy, pickle.dumps:
+        with pytest.raises(HookError, match=r"cannot be copied or pickled\. w\.run_record\(\)"):
+            made(w)
+
+
+# --- names
+
+
+def test_callbacks_are_completed_and_each_has_a_name_of_its_own() -> None:
+    model = net()
+    first, second = ActivationStats(modules="0"), ActivationStats(modules="2")
+
+    with watch(model, opt := sgd(model), first, second, ParamStats) as w:
+        train(model, opt, 3)
+        assert repr(w).startswith("Watcher(Sequential: 3 steps in 1 epoch; activation_stats, act")
+        assert repr(w).endswith("activation_stats_2, param_stats; running)")
+
+    assert {"activation_stats", "activation_stats_2", "param_stats", "loss"} <= set(dir(w))
+    assert (w.activation_stats, w.activation_stats_2) == (first, second)
+    with pytest.raises(AttributeError, match=r"'activation_stats_3'.*Nearest: activation_stats"):
+        _ = w.activation_stats_3
+
+
+# --- what is warned of
+
+
+@pytest.mark.parametrize("event", ["after_loss", "before_backward", "after_backward"])
+def test_an_event_that_never_comes_is_warned_of_with_what_to_use(event: str):
+    mine = type("Mine", (Callback,), {event: lambda self: None})
+
+    with pytest.warns(HookkitWarning, match=rf"Mine\.{event} is never called in watch.* use "):
+        watch(net(), None, mine)
+
+
+def test_the_batch_is_the_loops_own():
+    model = net()
+    opt = sgd(model)
+    reads = Callback(before_batch=lambda self: self.xb)
+
+    with (
+        pytest.raises(AttributeError, match=r"a watched loop has no 'xb'.*HookCallback"),
+        watch(model, opt, reads),
+    ):
+        train(model, opt)
+
+
+@pytest.mark.parametrize("read", ["run_record", "diagnose", "losses"])
+def test_a_watch_that_was_never_entered_says_so_at_the_first_read(read: str):
+    model = net()
+    opt = sgd(model)
+    w = watch(model, opt, ParamStats())
+    train(model, opt)
+
+    with pytest.warns(NeverFiredWarning, match=r"never entered.*`with watch\(…\) as w:`"):
+        value = getattr(w, read) if read == "losses" else getattr(w, read)()
+
+    assert len(value) == 0 if read == "losses" else value is not None
+
+
+def test_an_optimizer_of_another_model_is_warned_of():
+    with pytest.warns(HookkitWarning, match="SGD holds none of the parameters of Sequential"):
+        watch(net(), sgd(net()))
+
+
+def test_a_model_that_never_ran_is_warned_of_at_the_first_step():
+    model = net()
+    opt = sgd(model)
+
+    with watch(model, opt) as w:
+        with pytest.warns(NeverFiredWarning, match="no training forward of Sequential"):
+            opt.step()
+        opt.step()
+
+    assert w.n_steps == 2
+
+
+def test_batches_without_a_step_are_warned_of_at_the_end():
+    for opt in sgd, lambda model: None:
+        model = net()
+        w = watch(model, opt(model)).start()
+        train(model, sgd(model) if opt(model) else sgd(net()), 2)
+
+        with pytest.warns(NeverFiredWarning, match=r"2 training batches.*no optimizer step.*Give"):
+            w.stop()
+
+
+def in_parts(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    for part in model:
+        x = part(x)
+    return x
+
+
+@pytest.mark.parametrize("forward", [nn.Module.__call__, in_parts])
+def test_a_train_that_is_forgotten_after_a_validation_is_warned_of_and_known(forward: Any):
+    model = net()
+    opt = sgd(model)
+
+    def epochs(n: int) -> None:
+        for _ in range(n):
+            for x in batches():
+                opt.zero_grad()
+                forward(model, x).square().mean().backward()
+                opt.step()
+            model.eval()
+            with torch.no_grad():
+                forward(model, batches()[0])
+
+    with watch(model, opt, ParamStats()) as w:
+        epochs(1)
+        with pytest.warns(NeverFiredWarning, match=r"eval mode .*Call model\.train\(\)"):
+            epochs(1)
+        epochs(1)
+
+    assert w.run_record().info["eval_steps"] == [6, 9]
+
+
+def test_a_model_in_eval_mode_is_recorded_in_batches_that_are_marked():
+    """Defect: the cure that the warning names recorded NaN."""
+    model = net().eval()
+    opt, acts, log = sgd(model), ActivationStats(), Log()
+
+    with watch(model, opt, acts, log) as w:
+        for x in batches(5):
+            w.batch()
+            model(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    assert acts.record().value("count").tolist() == [[40.0] * 5, [10.0] * 5]
+    assert np.isfinite(acts.record().value("mean")).all()
+    assert log.events.count("before_validate") == 0
+
+
+# --- a recorder has one run
+
+
+def test_a_recorder_belongs_to_one_run():
+    acts, hooked = ActivationStats(), HookCallback()
+    model = net()
+    opt = sgd(model)
+    with watch(model, opt, acts, hooked):
+        train(model, opt, 3)
+        half = pickle.loads(pickle.dumps(acts))
+
+    with watch(model, opt, hooked):
+        train(model, opt, 1)
+    for used in acts, half:
+        with pytest.raises(HookError, match=r"ActivationStats.* has recorded another run.*run_rec"):
+            watch(model, opt, used).start()
+
+    assert len(acts.record()) == 3
