@@ -13,7 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookkit import ActivationStats, GradientStats, ParamStats, watch
+from hookkit import (
+    ActivationStats,
+    Callback,
+    CancelStepException,
+    GradientStats,
+    ParamStats,
+    watch,
+)
+from hookkit.testing import synth_learner
 
 BATCH, N = 16, 24
 
@@ -162,3 +170,28 @@ def test_accelerates_own_scaler_is_found():
     under, plain = run(scaler_of()), run(None)
 
     np.testing.assert_allclose(under, plain[:, 1:], rtol=1e-4)
+
+
+def test_a_learners_scaler_is_found_wherever_a_callback_keeps_it() -> None:
+    class MixedPrecision(Callback):
+        def before_fit(self) -> None:
+            self.grad_scaler = scaler_of()
+
+        def before_backward(self) -> None:
+            self.learn.loss_grad = self.grad_scaler.scale(self.learn.loss_grad)
+
+        def before_step(self) -> None:
+            self.grad_scaler.step(self.learn.opt)
+            self.grad_scaler.update()
+            raise CancelStepException
+
+    found = []
+    for more in ([], [MixedPrecision]):
+        torch.manual_seed(0)
+        learn = synth_learner(cbs=[GradientStats(modules=""), *more])
+        with learn.no_logging():
+            learn.fit(2)
+        found.append(learn.gradient_stats.record().value("rms"))
+
+    # the first record is missing: the scaler is known from its step on
+    np.testing.assert_allclose(found[1], found[0][:, 1:], rtol=1e-4)
