@@ -29,6 +29,7 @@ from hookkit.modules import (
     unwrap,
     walk,
 )
+from hookkit.roles import patterns_of
 
 Selector = (
     str
@@ -120,7 +121,9 @@ def select(model: nn.Module, *what: Selector) -> Selection:
     - a dotted name: `"layer1.0.conv1"`; `""` is the model itself;
     - a glob, matched part by part: `*` (one part, or some letters of one), `**` (any number of
       parts, also none), `?`, `[0-3]`, `[!0]`, `{q,k}`: `"blocks.*.mlp"`, `"**.conv?"`;
-    - either of them with a path into a structured output: `"attn[0]"`, `"lstm[1][0]"`,
+    - a role that transformers have under other names in each family, where `hookkit.roles.ROLES`
+      knows it: `"@resid"`, `"@attn.3"`, `"@mlp.*.act"`; names in the result are the model's own;
+    - any of them with a path into a structured output: `"attn[0]"`, `"lstm[1][0]"`,
       `"head['logits']"`. A name that exists is always a name, and `"attn[0]"` means a part of the
       output when there is a module `attn`, else the glob for `attn0`;
     - a compiled regex: its `search` is tried on each name, so `^` and `$` are yours to write;
@@ -370,6 +373,8 @@ class _Resolver:
         """What a name without path, or names in braces, or a glob matches; those that run."""
         if (found := find(self.root, text)) is not None:
             return [(found[0], (*found, ""))]
+        if text.startswith("@"):
+            return next(filter(None, map(self.matched, patterns_of(text))), [])
         if not any(c in text for c in "*?[{"):
             return []
         hits = []
@@ -383,6 +388,11 @@ class _Resolver:
 
     def unknown(self, text: str) -> str:
         """The message for a name or glob that matches nothing, with what is near it."""
+        if text.startswith("@"):
+            return (
+                f'no module matches "{text}": no name here is like those in hookkit.roles.ROLES. '
+                f"Add the family's there, or select by name. {self.listing()}"
+            )
         owner, _, last = text.rpartition(".")
         found = find(self.root, owner)
         if found is not None and last in _tensors(found[1]):

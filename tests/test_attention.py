@@ -94,7 +94,7 @@ MHA: dict[str, dict[str, Any]] = {
 }
 MASKS: dict[str, dict[str, Any]] = {
     "none": {},
-    "causal": {"attn_mask": torch.full((5, 5), -math.inf).triu(1), "is_causal": True},
+    "causal": {"attn_mask": torch.full((5, 5), -math.inf).triu(1)},
     "bool": {"attn_mask": torch.ones(5, 5).triu(2).bool()},
     "padding": {"key_padding_mask": torch.tensor([[False] * 5, [False] * 3 + [True] * 2])},
     "per head": {"attn_mask": torch.randn(4, 5, 5)},
@@ -206,7 +206,7 @@ def test_nested_tensors_are_an_error() -> None:
     )
     x = x.transpose(1, 2) if x.dim() == 4 else x
 
-    with pytest.raises(HookError, match="the attention logits of nested tensors cannot be put int"):
+    with pytest.raises(HookError, match="the attention scores of nested tensors cannot be put int"):
         attention_weights(Attend(), x, x, x)
 
 

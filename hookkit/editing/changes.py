@@ -176,7 +176,9 @@ def replace(t: Any, *, at: Any = None) -> Change:
     return Change(f"replace({describe(t)})", _put, at, given)
 
 
-def patch_from(run: Hook | Hooks | Mapping[str, Any], *, at: Any = None) -> Change:
+def patch_from(
+    run: Hook | Hooks | Mapping[str, Any], *, at: Any = None, from_at: Any = None
+) -> Change:
     """Puts in what another run had at the same layer: activation patching.
 
     A layer is found as the same module; of another model by its name there, as `select` gives it,
@@ -188,6 +190,9 @@ def patch_from(run: Hook | Hooks | Mapping[str, Any], *, at: Any = None) -> Chan
             values by layer name. With `keep="all"`, and of functions, call by call; else each call
             gets the last call's value.
         at: as in `zero`, to patch a position or a head only.
+        from_at: the part of the other run's tensor that is put there; default: the same part. Into
+            position 7 from position 4 of another prompt: `at=(slice(None), 7)`,
+            `from_at=(slice(None), 4)`.
 
     Returns:
         The edit, for `edit_output` and the like.
@@ -215,6 +220,8 @@ def patch_from(run: Hook | Hooks | Mapping[str, Any], *, at: Any = None) -> Chan
 
     def given(value: Any, module: nn.Module, hook: Any) -> list[Any]:
         pairs = _pairs(value, _stored(run, module, hook))
+        if from_at is not None:
+            return [_moved(x if at is None else x[at], v[from_at]) for x, v in pairs]
         return [_part(x, _one_sample(x, v, at), at) for x, v in pairs]
 
     return Change("patch_from(…)", _put, at, given)
@@ -268,6 +275,13 @@ def _one_sample(x: Tensor, v: Any, at: Any) -> Any:
             'Capture the same positions, in generate with keep="all", or use replace(…)'
         )
     return v.expand(x.shape)
+
+
+def _moved(part: Tensor, v: Tensor) -> Tensor:
+    """`v`, a part of the other run, as it takes the place of `part`: for all samples, or of one."""
+    if v.shape != part.shape and (v.shape[:1] != (1,) or v.shape[1:] != part.shape[1:]):
+        raise HookError(f"from_at gives {describe(v)}, and at is the place of {describe(part)}")
+    return v.expand(part.shape)
 
 
 def _stored(run: Hook | Hooks | Mapping[str, Any], module: nn.Module, hook: Any) -> Any:

@@ -10,12 +10,13 @@ layer's own output, what captures it after the edit sees the edited one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
 
 from hookkit.checks import check_function, is_whole, shown
+from hookkit.editing.by_layer import ByLayer, WithName, edited_layers, run_edit, takes_name
 from hookkit.editing.changes import add, patch_from, replace, scale, zero
 from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.hooks import FunctionHooks, Hooks, recomputing
@@ -42,8 +43,9 @@ def edit_output(
         module: the layer.
         f: gets the positional and keyword inputs as an `Inputs` tuple, and the live output; gives
             the replacement, of the same structure, or None to leave it. A function of one argument
-            gets the output alone. Or a ready-made edit: `zero`, `scale`, `add`, `replace`,
-            `patch_from`. It must not write into the output.
+            gets the output alone; one that also has a parameter `name` gets the layer's name. Or a
+            ready-made edit: `zero`, `scale`, `add`, `replace`, `patch_from`. It must not write into
+            the output.
         calls: which calls of the module are edited, by their number, from 0 in each `with`: a
             collection of numbers, one number, or a function `f(number)`; None edits all. In
             `generate` 0 is the prompt, and each further call a token; give each its own `with`.
@@ -70,14 +72,21 @@ def edit_output(
 
 
 def edit_outputs(
-    modules: Modules, f: Function, *, calls: Calls = None, prepend: bool = False
+    modules: Modules | nn.Module,
+    f: Function | Mapping[str, Function],
+    *,
+    calls: Calls = None,
+    prepend: bool = False,
 ) -> Hooks:
     """`edit_output` for several modules, registered all or none. One given twice is edited once.
 
     Args:
         modules: an iterable of modules, a Sequential (its children), or what `select` returns,
             which brings names and leaf paths: of `"lstm[0]"` only that tensor is given to `f`.
-        f, calls, prepend: as in `edit_output`, for each module.
+        f: as in `edit_output`, for each module; or a dict with another edit for each,
+            `{"blocks.3": add(v), "blocks.5": zero()}`: of a selection by its names, of the model
+            itself by whatever `select` takes. Layers that it does not name are left alone.
+        calls, prepend: as in `edit_output`, for each module.
 
     Returns:
         `Hooks` that store nothing; `n_calls` counts the calls that reached each layer, by name.
@@ -122,13 +131,17 @@ def edit_input(
 
 
 def edit_inputs(
-    modules: Modules, f: Function, *, calls: Calls = None, prepend: bool = False
+    modules: Modules | nn.Module,
+    f: Function | Mapping[str, Function],
+    *,
+    calls: Calls = None,
+    prepend: bool = False,
 ) -> Hooks:
     """`edit_input` for several modules, registered all or none.
 
     Args:
         modules: as in `edit_outputs`; leaf paths are into the inputs.
-        f: as in `edit_input`.
+        f: as in `edit_input`, or a dict of edits by name, as in `edit_outputs`.
         calls, prepend: as in `edit_output`, for each module.
 
     Returns:
@@ -173,12 +186,12 @@ def edit_grad(module: nn.Module, f: Function) -> Hooks:
     return _edits("edit_grad", "grad", _one(module, "edit_grad"), f)
 
 
-def edit_grads(modules: Modules, f: Function) -> Hooks:
+def edit_grads(modules: Modules | nn.Module, f: Function | Mapping[str, Function]) -> Hooks:
     """`edit_grad` for several modules, registered all or none.
 
     Args:
         modules: as in `edit_outputs`.
-        f: as in `edit_grad`.
+        f: as in `edit_grad`, or a dict of edits by name, as in `edit_outputs`.
 
     Returns:
         `Hooks` that store nothing; `n_calls` counts the gradients of each layer, by name.
@@ -249,7 +262,9 @@ def edit_function(
             "edit_function: inputs=True edits what the function takes, grad=True the gradients of "
             "what it gives. Give one of the two, and nest two blocks for both."
         )
-    return FunctionHooks([f], within, _block("edit_function", kind, edit, calls), numbered=False)
+    return FunctionHooks(
+        [f], within, edit_block("edit_function", kind, edit, calls), numbered=False
+    )
 
 
 def _one(module: nn.Module, who: str) -> list[Named]:
@@ -258,18 +273,26 @@ def _one(module: nn.Module, who: str) -> list[Named]:
 
 
 def _edits(
-    who: str, kind: str, modules: Any, f: Function, calls: Calls = None, prepend: bool = False
+    who: str, kind: str, modules: Any, f: Any, calls: Calls = None, prepend: bool = False
 ) -> Hooks:
     """Registered hooks that edit and store nothing, one for each module (or part of its output)."""
-    block = _block(who, kind, f, calls, prepend)
-    named = modules if who in ("edit_output", "edit_input", "edit_grad") else None
-    once = {(id(m), leaf): (n, m, leaf) for n, m, leaf in named or named_modules_of(modules, who)}
+    if isinstance(f, Mapping):
+        named, f = edited_layers(who, modules, f)
+    elif who in ("edit_output", "edit_input", "edit_grad"):
+        named = modules
+    else:
+        named = named_modules_of(modules, who)
+    block = edit_block(who, kind, f, calls, prepend)
+    once = {(id(m), leaf): (n, m, leaf) for n, m, leaf in named}
     return Hooks.made_of(list(once.values()), block, modules)
 
 
-def _block(who: str, kind: str, f: Any, calls: Calls = None, prepend: bool = False) -> Block:
+def edit_block(who: str, kind: str, f: Any, calls: Calls = None, prepend: bool = False) -> Block:
     """The block of hooks that edit by `f`, which is checked, and store nothing."""
-    f = check_edit(who, f, *KINDS[kind])
+    if isinstance(f, Mapping):
+        f = ByLayer({name: check_edit(who, each, *KINDS[kind]) for name, each in f.items()})
+    else:
+        f = check_edit(who, f, *KINDS[kind])
     if calls is not None:
         f = _AtCalls(who, f, calls)
     return Block(who, kind, f, edit=True, keep="none", prepend=prepend)
@@ -282,6 +305,8 @@ def check_edit(who: str, f: Any, *arguments: str) -> Function:
             f"{who}: {f.__name__} makes an edit, and is none itself. Call it: "
             f"{'zero()' if f is zero else f.__name__ + '(…)'}."
         )
+    if takes_name(f):
+        return WithName(who, f, arguments)
     checked: Function = check_function(who, f, *arguments, name="f")
     return checked
 
@@ -318,6 +343,4 @@ class _AtCalls:
             hook.why = hook.why or NOT_WANTED
             return None
         hook.why = "edited"
-        if getattr(self.f, "wants_hook", False):
-            return self.f(module, *seen, hook=hook)
-        return self.f(module, *seen)
+        return run_edit(self.f, module, seen, hook)

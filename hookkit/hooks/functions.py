@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hookkit.checks import check_flag, kind_of
+from hookkit.checks import check_choice, check_flag, kind_of
 from hookkit.errors import ArgumentError, HookError, HookkitWarning, NeverFiredWarning, OptionError
 from hookkit.hooks.attach import check_hookable, graph_task
 from hookkit.hooks.block import Block
@@ -98,6 +98,8 @@ class FunctionHooks(Hooks, TorchFunctionMode):
             in one module share a hook.
     """
 
+    leaf = ""  # the part of what is called or returned that hooks see
+
     def __init__(
         self, functions: Iterable[Any], within: Within, block: Block, numbered: bool = True
     ) -> None:
@@ -119,15 +121,18 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         kwargs = kwargs or {}
         name = plain_name(func)
         if name in _OPEN and name not in self.wanted and isinstance(func, FunctionType):
-            with _pushed(self):
+            with self._pushed():
                 return _undispatched(func)(*args, **kwargs)
         if name not in self.wanted or not self.switch.on or _is_hookkits():
             return func(*args, **kwargs)
-        edit, again = self.switch.edit, graph_task() != -1  # a checkpoint runs it again
-        where = self._where(again) if edit or not again else None
+        return self._hooked(func, name, args, kwargs)
+
+    def _hooked(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """What `func` gives, called under its hook; without one where it does not count."""
+        where = self._where()
         if where is None:
             return func(*args, **kwargs)
-        if edit and (
+        if self.switch.edit and (
             func.__name__.endswith("_") or kwargs.get("inplace") or kwargs.get("out") is not None
         ):
             raise HookError(
@@ -141,19 +146,27 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         call.function = func
         return call(*args, **kwargs)
 
-    def _where(self, again: bool) -> tuple[str, nn.Module | None] | None:
-        """The innermost module of `within` that runs, with its name; None if none does."""
+    @contextmanager
+    def _pushed(self) -> Iterator[None]:
+        """Has this mode see calls that are made inside of one that it sees."""
+        TorchFunctionMode.__enter__(self)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            TorchFunctionMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
+
+    def _where(self) -> tuple[str, nn.Module | None] | None:
+        """The innermost module of `within` that runs, with its name; None: this does not count."""
+        again = graph_task() != -1  # a checkpoint runs it again, of which only edits are repeated
+        if again and not self.switch.edit:
+            return None
         if self.within is None:
             return "", None
-        frame, inside = currentframe(), False
-        while frame is not None:
-            # Private: `Module._call_impl` runs hooks and forward (since 1.7): its frame has the
-            # module. Under another name no call would count within a module.
-            if frame.f_code.co_qualname == "Module._call_impl":
-                module, inside = frame.f_locals["self"], True
-                if id(module) in self.within:
-                    return self.within[id(module)], module
-            frame = frame.f_back
+        inside = False
+        for module in running_modules():
+            inside = True
+            if id(module) in self.within:
+                return self.within[id(module)], module
         if again and not inside:
             raise HookError(
                 f"{self.switch.who}: a checkpoint of a function runs it again, and which module "
@@ -170,7 +183,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
             full = f"{full}:{n}"
         if full not in self.calls:
             call = self.calls[full] = FunctionCall(full, owner)
-            hook = Hook.of(call, self.switch, full)
+            hook = Hook.of(call, self.switch, full, self.leaf)
             self.hooks.append(hook)
             hook._put()
         return self.calls[full]
@@ -237,14 +250,20 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         return f"Function{super().__repr__()}"
 
 
-@contextmanager
-def _pushed(mode: TorchFunctionMode) -> Iterator[None]:
-    """Has `mode` see calls that are made inside of one that it sees."""
-    TorchFunctionMode.__enter__(mode)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        TorchFunctionMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
+def running_modules() -> Iterator[nn.Module]:
+    """The modules whose forward, or hooks, run now in this thread, the innermost first."""
+    frame = currentframe()
+    while frame is not None:
+        # Private: `Module._call_impl` runs hooks and forward (since 1.7): its frame has the
+        # module. Under another name no call would count within a module.
+        if frame.f_code.co_qualname == "Module._call_impl":
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
+def passed_on(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `func` gives, called as the model called it: blocks further out see the call."""
+    return func(*args, **kwargs)
 
 
 @lru_cache(16)
@@ -304,6 +323,7 @@ def hook_function(
     *,
     inputs: bool = False,
     hook: Callable[..., Any] | None = None,
+    keep: str = "all",
     clone: bool = True,
 ) -> FunctionHooks:
     """Stores what each call of the torch function `f` returns, for the time of a `with`.
@@ -332,11 +352,16 @@ def hook_function(
         hook: `hook(call, inputs, output)`, or of one argument, gives what to store in place of the
             output (with `inputs=True`: `hook(call, inputs)`); `call.function` is the function.
 
+        keep: `"all"` calls; the `"last"` call of each module, in one hook without a number
+            (`h["blocks.3.attn/softmax"]`), so that a long loop fills no memory; or `"none"`, for a
+            `hook` that is only called, and for `n_calls`.
+
     Returns:
         `FunctionHooks`, to be entered. The calls of the last `with` stay readable after it.
 
     Raises:
         ArgumentError: `f` is no function of torch; or `within` holds no modules.
+        OptionError: `keep` is none of the three, or `hook` is given for gradients.
 
     >>> import torch.nn.functional as F
     >>> net = nn.TransformerEncoderLayer(8, 2, batch_first=True)
@@ -352,7 +377,10 @@ def hook_function(
             "hook_function: hook= is for values, not for gradients. Leave out grad=True, or read "
             "the gradients from .stored."
         )
-    return FunctionHooks([f], within, Block(who, kind, hook, detach, cpu, gather, clone=clone))
+    check_choice(who, "keep", keep, ("last", "all", "none"))
+    each = "none" if keep == "none" else "last"
+    block = Block(who, kind, hook, detach, cpu, gather, keep=each, clone=clone)
+    return FunctionHooks([f], within, block, numbered=keep == "all")
 
 
 def function_kind(who: str, inputs: Any, grad: Any) -> str:
