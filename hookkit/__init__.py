@@ -14,14 +14,15 @@ Choose modules by name, pattern or class     select, Selection, leaf_modules, un
 Look inside one pass
     what layers return, and its gradients    hook_output(s), Hook, Hooks
     what they are given                      hook_input(s)
-    calls of functions, attention weights    hook_function, FunctionHooks, attention_weights
+    calls of functions, FunctionHooks        hook_function
+    attention patterns                       attention_weights, hook_attention
     one tensor; all modules; sizes           hook_tensor, hook_all, print_sizes
     inner outputs as an ordinary module      feature_extractor, FeatureExtractor
     for a whole data set                     collect, Activations, Mean, Covariance, TopK
 
 Change what goes through a model
     outputs, inputs, gradients               edit_output(s), edit_input(s), edit_grad(s)
-    what functions return                    edit_function
+    what functions return, attention         edit_function, edit_attention
     … to what                                zero, scale, add, replace, patch_from
     leave a layer out; end early             skip_module, StopForward
     other modules in place of its own        swap, Wrapper, Catcher, GramWrapper
@@ -53,7 +54,7 @@ Errors are HookkitErrors, warnings HookkitWarnings.
 
 # Which files there are, and which may import which: the rows in docs/develop/architecture.md.
 
-from .attention import attention_weights
+from .attention import attention_weights, edit_attention, hook_attention
 from .callbacks import (
     Callback,
     CSVLogger,
@@ -216,6 +217,7 @@ __all__ = [
     "compare_models",
     "diagnose",
     "dummy_eval",
+    "edit_attention",
     "edit_function",
     "edit_grad",
     "edit_grads",
@@ -227,6 +229,7 @@ __all__ = [
     "flatten_model",
     "has_params",
     "hook_all",
+    "hook_attention",
     "hook_function",
     "hook_input",
     "hook_inputs",

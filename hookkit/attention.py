@@ -206,7 +206,7 @@ class _Attention(FunctionHooks):
         if name == "softmax" and (found := _written_out(self.multi_head, *args, **kwargs)):
             scores, shape, options = found
             pattern = self._hooked(func, "attention", (scores.reshape(shape),), options)
-            return pattern.reshape(scores.shape)
+            return self._fitting(pattern, shape).reshape(scores.shape)
         if func is multi_head_attention_forward:
             with self._inside(args, kwargs):
                 return super().__torch_function__(func, types, args, kwargs)
@@ -253,7 +253,19 @@ class _Attention(FunctionHooks):
         value, rate = given["value"], given.get("dropout_p", 0.0)
         if given.get("enable_gqa"):
             value = value.repeat_interleave(scores.size(-3) // value.size(-3), -3)
-        return dropout(pattern.reshape(scores.shape).to(value.dtype), rate) @ value
+        pattern = self._fitting(pattern, seen.shape).reshape(scores.shape)
+        return dropout(pattern.to(value.dtype), rate) @ value
+
+    def _fitting(self, pattern: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """`pattern`, if an edit has left it its shape."""
+        if pattern.shape == shape:
+            return pattern
+        where, _ = self._where() or ("the model", None)
+        raise HookError(
+            f"{self.switch.who} on {where or 'the model'}: the edited attention pattern has the "
+            f"shape {tuple(pattern.shape)}, and the layer's is {tuple(shape)}, (batch, heads, "
+            "queries, keys). Give one of the same shape."
+        )
 
     def _shape(self, scores: Tensor) -> tuple[int, ...]:
         """(batch, heads, queries, keys) of scores, in which a single query may be packed.
@@ -266,7 +278,8 @@ class _Attention(FunctionHooks):
             return (*self.multi_head[-1], *shape[-2:])
         owner = next(running_modules(), None)
         config = getattr(owner, "config", None)
-        heads = getattr(owner, "num_heads", None) or getattr(config, "num_attention_heads", None)
+        heads: Any = getattr(owner, "num_heads", None)
+        heads = heads or getattr(config, "num_attention_heads", None)
         group = heads // shape[-3] if isinstance(heads, int) and len(shape) == 4 else 1
         return (shape[0], heads, 1, shape[-1]) if 1 < group == shape[-2] else shape
 

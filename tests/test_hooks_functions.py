@@ -326,3 +326,23 @@ def test_what_recorders_and_hooks_compute_is_no_call_of_the_model() -> None:
                 net(torch.randn(3, 4)).sum().backward()
                 opt.step()
             assert h.names == ()
+
+
+def test_the_last_call_of_each_module_or_none_is_kept() -> None:
+    net = nn.Sequential(nn.Softmax(-1), nn.Softmax(-1))
+    x, seen = torch.randn(3, 2, 4), list[Any]()
+
+    with hook_function(F.softmax, within=net, keep="last") as h:
+        outputs = [net(one) for one in x]
+    with hook_function(
+        F.softmax, within=net, keep="none", hook=lambda y: seen.append(y.shape)
+    ) as n:
+        net(x[0])
+
+    assert h.names == ("0/softmax", "1/softmax")
+    assert h.n_calls == {"0/softmax": 3, "1/softmax": 3}
+    assert torch.equal(h["1/softmax"].stored, outputs[-1])
+    assert seen == [(2, 4), (2, 4)]
+    assert [x.stored for x in n] == [None, None]
+    with pytest.raises(OptionError, match="keep"):
+        hook_function(F.softmax, keep="first")

@@ -17,10 +17,10 @@ PACKAGE = Path(hookkit.__file__).parent
 
 ROWS = [
     {"errors", "version"},
-    {"checks", "devices", "events", "nested", "modules", "texts", "files"},
+    {"checks", "devices", "events", "nested", "modules", "roles", "texts", "files"},
     {"selecting", "ranks", "data", "autograd_graph", "markup"},
     {"hooks", "records"},
-    {"attention", "moments", "editing", "swapping", "modelinfo", "health"},
+    {"moments", "editing", "swapping", "modelinfo", "health"},
     {"features", "summaries", "plotting"},
     {"pages", "callbacks", "comparing", "collecting"},
     {"recording", "live"},

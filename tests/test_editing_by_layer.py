@@ -1,0 +1,157 @@
+"""Another edit for each layer, edits that take a layer's name, and parts of another run."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookkit.editing import (
+    add,
+    edit_grads,
+    edit_inputs,
+    edit_output,
+    edit_outputs,
+    patch_from,
+    zero,
+)
+from hookkit.errors import ArgumentError, HookError, OptionError, SelectionError
+from hookkit.hooks import hook_outputs
+from hookkit.selecting import select
+
+
+class Net(nn.Module):
+    """Three layers that add 1, 10 and 100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        for i, m in enumerate(self.blocks):
+            nn.init.eye_(m.weight)  # type: ignore[arg-type]
+            nn.init.constant_(m.bias, 10**i)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for m in self.blocks:
+            x = m(x)
+        return x
+
+
+X = torch.zeros(1, 2)
+
+
+def test_each_layer_of_a_selection_has_its_own_edit_and_the_others_none() -> None:
+    net = Net()
+    layers = select(net, "blocks.*")
+
+    with edit_outputs(layers, {"blocks.0": add(0.5), "blocks.1": zero()}) as edits:
+        y = net(X)
+
+    assert y.tolist() == [[100.0, 100.0]]
+    assert edits.n_calls == {"blocks.0": 1, "blocks.1": 1}
+
+
+def test_of_a_model_the_keys_select() -> None:
+    net = Net()
+    with edit_outputs(net, {"blocks.[01]": add(0.5), "blocks.2": lambda o: 2 * o}):
+        assert net(X).tolist() == [[224.0, 224.0]]
+    with edit_inputs(net, {"blocks.1": zero()}):
+        assert net(X).tolist() == [[110.0, 110.0]]
+    x = X.clone().requires_grad_()
+    with edit_grads(net, {"blocks.1": lambda grad: 3 * grad}):
+        net(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[3.0, 3.0]]
+
+
+def test_a_path_into_an_output_has_its_own_edit() -> None:
+    net = nn.ModuleDict({"lstm": nn.LSTM(2, 3)})
+    x = torch.randn(4, 1, 2)
+    with edit_outputs(net, {"lstm[0]": zero()}):
+        y, (h, _) = net["lstm"](x)
+
+    assert not y.any()
+    assert h.any()
+
+
+def test_edits_at_some_calls() -> None:
+    net = Net()
+    with edit_outputs(net, {"blocks.2": zero()}, calls=1):
+        assert net(X).any()
+        assert not net(X).any()
+
+
+@pytest.mark.parametrize(
+    ("edits", "error", "says"),
+    [
+        ({"blocks.7": zero()}, OptionError, "'blocks.7', and no layer of that name among the 3"),
+        ({}, OptionError, "the dict of edits is empty"),
+        ({"blocks.0": zero}, ArgumentError, "makes an edit, and is none itself"),
+        ({"blocks.0": 3}, ArgumentError, "must be a function"),
+    ],
+)
+def test_dicts_that_cannot_be_meant_change_nothing(edits: Any, error: Any, says: str) -> None:
+    net = Net()
+
+    with pytest.raises(error, match=says):
+        edit_outputs(select(net, "blocks.*"), edits)
+
+    assert not any(m._forward_hooks for m in net.modules())
+
+
+def test_keys_that_mean_the_same_layer_or_none() -> None:
+    with pytest.raises(OptionError, match='two keys mean the layer "blocks'):
+        edit_outputs(Net(), {"blocks.*": zero(), "blocks.0": add(1.0)})
+    with pytest.raises(SelectionError, match='no module matches "block'):
+        edit_outputs(Net(), {"block.0": zero()})
+
+
+def test_a_function_gets_the_name_of_its_layer() -> None:
+    net, seen = Net(), list[str]()
+    vectors = {"blocks.0": 1.0, "blocks.2": 1000.0}
+
+    def steer(module: nn.Module, input: Any, output: Tensor, name: str) -> Tensor:
+        seen.append(name)
+        return output + vectors.get(name, 0)
+
+    with edit_outputs(select(net, "blocks.*"), steer):
+        assert net(X).tolist() == [[1112.0, 1112.0]]
+    with edit_outputs(select(net, "blocks.*"), lambda output, name: output + len(name)):
+        assert net(X).tolist() == [[135.0, 135.0]]
+    with edit_output(net.blocks[0], lambda output, name: output * ("Linear" in name)):
+        assert net(X).tolist() == [[111.0, 111.0]]
+    assert seen == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_one_position_of_a_run_is_patched_into_another() -> None:
+    net = Net()
+    torch.manual_seed(0)
+    a, b = torch.randn(3, 5, 2), torch.randn(3, 7, 2)
+    place, source = (slice(None), 6), (slice(None), 4)
+    with hook_outputs(select(net, "blocks.1")) as clean:
+        net(a)
+
+    with edit_outputs(net, {"blocks.1": patch_from(clean, at=place, from_at=source)}):
+        y = net(b)
+
+    expected = net(b)
+    expected[:, 6] = net(a)[:, 4]
+    torch.testing.assert_close(y, expected)
+
+
+def test_of_one_sample_a_position_is_patched_into_all_and_other_shapes_are_refused() -> None:
+    net = Net()
+    a, b = torch.randn(1, 5, 2), torch.randn(3, 7, 2)
+    with hook_outputs(select(net, "blocks.1")) as clean:
+        net(a)
+
+    def patched(at: Any, from_at: Any) -> Tensor:
+        with edit_outputs(net, {"blocks.1": patch_from(clean, at=at, from_at=from_at)}):
+            y: Tensor = net(b)
+        return y
+
+    everywhere = patched((slice(None), 6), (slice(None), 4))[:, 6]
+    torch.testing.assert_close(everywhere, net(a)[:, 4].expand(3, 2))
+    with pytest.raises(HookError, match="and at is the place of"):
+        patched((slice(None), slice(0, 2)), (slice(None), slice(0, 3)))
+    with pytest.raises(HookError, match="out of bounds"):
+        patched((slice(None), 6), (slice(None), 5))
