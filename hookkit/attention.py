@@ -1,44 +1,24 @@
-"""The attention pattern: how much each query attends to each key, read and edited.
-
-Fused attention never computes the pattern, so it is computed from what
-`F.scaled_dot_product_attention` is called with, and the fused result is kept unless an edit gave
-another pattern. Of attention that is written out, the pattern is what its softmax gives.
-"""
+"""The attention pattern, how much each query attends to each key: read and edited."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from inspect import signature
-from threading import local
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp import is_autocast_available
-from torch.nn.functional import (
-    dropout,
-    multi_head_attention_forward,
-    scaled_dot_product_attention,
-    softmax,
-)
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hookkit.checks import check_choice, check_flag, check_module
 from hookkit.editing.edits import Calls, Function, edit_block
-from hookkit.errors import ArgumentError, HookError
+from hookkit.errors import HookError
+from hookkit.hooks.attention import AttentionHooks
 from hookkit.hooks.block import Block
-from hookkit.hooks.collection import Modules
-from hookkit.hooks.functions import FunctionHooks, passed_on, plain_name, running_modules
-
-_MULTI_HEAD = signature(multi_head_attention_forward)
-_thread = local()  # .seen: the pattern of the fused call that runs now was shown to all blocks
+from hookkit.hooks.functions import FunctionHooks, Within
 
 
 def hook_attention(
-    within: nn.Module | Modules,
+    within: Within,
     detach: bool = True,
     cpu: bool = False,
     *,
@@ -58,7 +38,8 @@ def hook_attention(
     it), and other threads.
 
     Args:
-        within: a model (all modules in it), or modules, as `select` gives them.
+        within: a model (all modules in it), or modules, as `select` gives them; None is every call
+            in the block, without a module's name.
         detach, cpu: as for `hook_output`. What fused attention does not compute has no gradient.
         scores: stores what the softmax is given: logits, scaled and masked (-inf, or as the model
             masks).
@@ -86,11 +67,11 @@ def hook_attention(
     kind = "pre" if check_flag(who, "scores", scores) else "forward"
     each = "none" if keep == "none" else "last"
     block = Block(who, kind, hook, detach, cpu, keep=each)
-    return _Attention(_given(who, within), block, numbered=keep == "all")
+    return AttentionHooks(within, block, numbered=keep == "all")
 
 
 def edit_attention(
-    within: nn.Module | Modules,
+    within: Within,
     edit: Function,
     *,
     scores: bool = False,
@@ -134,7 +115,7 @@ def edit_attention(
     who = "edit_attention"
     kind = "pre" if check_flag(who, "scores", scores) else "forward"
     block = edit_block(who, kind, edit, calls)
-    return _Attention(_given(who, within), block, numbered=False)
+    return AttentionHooks(within, block, numbered=False)
 
 
 def attention_weights(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -162,7 +143,7 @@ def attention_weights(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str
     {'0.self_attn': (1, 2, 5, 5)}
     """
     check_module("attention_weights", model)
-    hooks = _Attention(model, Block("attention_weights"))
+    hooks = AttentionHooks(model, Block("attention_weights"))
     hooks.quiet = True
     with torch.no_grad(), hooks:
         model(*inputs, **kwargs)
@@ -175,188 +156,3 @@ def attention_weights(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str
         found[f"{layer}:{seen[layer]}" if times[layer] > 1 else layer] = weights
         seen[layer] += 1
     return found
-
-
-def _given(who: str, within: Any) -> Any:
-    if within is None:
-        raise ArgumentError(f"{who}: give the model, or some of its modules, found None.")
-    return within
-
-
-class _Attention(FunctionHooks):
-    """Hooks on a function that no model calls: from the scores of an attention to its pattern."""
-
-    quiet = False
-
-    def __init__(self, within: Any, block: Block, numbered: bool = True) -> None:
-        super().__init__([softmax], within, block, numbered)
-        self.wanted = {"attention"}
-        self.leaf = "[0]" if block.kind == "pre" else ""
-        self.multi_head: list[tuple[int, ...]] = []  # the shapes of patterns, outermost first
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called by PyTorch in the place of `func`; the mode is off meanwhile."""
-        kwargs, name = kwargs or {}, plain_name(func)
-        if not self.switch.on:
-            return passed_on(func, args, kwargs)
-        if name == "attention" and getattr(func, "__module__", "") == __name__:
-            return self._hooked(func, name, args, kwargs)
-        if func is scaled_dot_product_attention and not getattr(_thread, "seen", False):
-            return self._fused(func, args, kwargs)
-        if name == "softmax" and (found := _written_out(self.multi_head, *args, **kwargs)):
-            scores, shape, options = found
-            pattern = self._hooked(func, "attention", (scores.reshape(shape),), options)
-            return self._fitting(pattern, shape).reshape(scores.shape)
-        if func is multi_head_attention_forward:
-            with self._inside(args, kwargs):
-                return super().__torch_function__(func, types, args, kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
-
-    @contextmanager
-    def _inside(self, args: Any, kwargs: Any) -> Iterator[None]:
-        """Keeps how the pattern of this `nn.MultiheadAttention` is shaped, while it runs."""
-        given = _MULTI_HEAD.bind(*args, **kwargs).arguments
-        query, heads = given["query"], given["num_heads"]
-        batch = (query.shape[1],) if query.dim() == 3 else ()
-        self.multi_head.append((*batch, heads))
-        try:
-            yield
-        finally:
-            self.multi_head.pop()
-
-    def _fused(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What fused attention gives; with an edited pattern, what follows from that."""
-        if self._where() is None:
-            return passed_on(func, args, kwargs)
-        given = _SDPA.bind(*args, **kwargs).arguments
-        scores = attention_scores(**given)
-        dtype, made = given["value"].dtype, list[Tensor]()
-
-        def attention(scores: Tensor) -> Tensor:
-            """The pattern, shown to each block that is open, the innermost last."""
-            if has_torch_function_unary(scores):
-                shown: Tensor = handle_torch_function(attention, (scores,), scores)
-                return shown
-            nowhere = scores.isneginf().all(-1, keepdim=True)
-            made[:] = scores, scores.softmax(-1).masked_fill(nowhere, 0).to(dtype)
-            return made[1]
-
-        seen = scores.reshape(self._shape(scores))
-        with self._pushed():
-            pattern = attention(seen)
-        if pattern is made[1] and seen is made[0]:
-            _thread.seen = True
-            try:
-                return passed_on(func, args, kwargs)
-            finally:
-                _thread.seen = False
-        value, rate = given["value"], given.get("dropout_p", 0.0)
-        if given.get("enable_gqa"):
-            value = value.repeat_interleave(scores.size(-3) // value.size(-3), -3)
-        pattern = self._fitting(pattern, seen.shape).reshape(scores.shape)
-        return dropout(pattern.to(value.dtype), rate) @ value
-
-    def _fitting(self, pattern: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """`pattern`, if an edit has left it its shape."""
-        if pattern.shape == shape:
-            return pattern
-        where, _ = self._where() or ("the model", None)
-        raise HookError(
-            f"{self.switch.who} on {where or 'the model'}: the edited attention pattern has the "
-            f"shape {tuple(pattern.shape)}, and the layer's is {tuple(shape)}, (batch, heads, "
-            "queries, keys). Give one of the same shape."
-        )
-
-    def _shape(self, scores: Tensor) -> tuple[int, ...]:
-        """(batch, heads, queries, keys) of scores, in which a single query may be packed.
-
-        transformers packs the queries of one token that share their keys as (batch, key heads,
-        group, keys).
-        """
-        shape = tuple(scores.shape)
-        if self.multi_head:
-            return (*self.multi_head[-1], *shape[-2:])
-        owner = next(running_modules(), None)
-        config = getattr(owner, "config", None)
-        heads: Any = getattr(owner, "num_heads", None)
-        heads = heads or getattr(config, "num_attention_heads", None)
-        group = heads // shape[-3] if isinstance(heads, int) and len(shape) == 4 else 1
-        return (shape[0], heads, 1, shape[-1]) if 1 < group == shape[-2] else shape
-
-    def _warn_of_nothing(self) -> None:
-        if not self.quiet:
-            super()._warn_of_nothing()
-
-    def never_called(self) -> str:
-        """In words: that no attention was seen."""
-        return (
-            f"{self.switch.who}: no attention was seen. Run the model inside the block, in this "
-            "thread, and give it or its attention layers. Seen are F.scaled_dot_product_attention, "
-            "nn.MultiheadAttention, and a softmax over the last of four dimensions; "
-            "hook_function(F.softmax, within=model) stores any other."
-        )
-
-
-def _written_out(
-    multi_head: list[tuple[int, ...]],
-    input: Tensor,
-    dim: Any = None,
-    *rest: Any,
-    dtype: Any = None,
-    **_: Any,
-) -> tuple[Tensor, tuple[int, ...], dict[str, Any]] | None:
-    """The scores, the shape of their pattern and options, where attention calls softmax."""
-    shape, n = tuple(input.shape), input.dim()
-    if dim not in (-1, n - 1) or not input.is_floating_point():
-        return None
-    if n == 3 and multi_head:
-        shape = (*multi_head[-1], *shape[1:])
-    elif n != 4:
-        return None
-    dtype = next((x for x in rest if isinstance(x, torch.dtype)), dtype)
-    return input, shape, {"dim": -1} | ({} if dtype is None else {"dtype": dtype})
-
-
-def attention_scores(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """What the softmax of `F.scaled_dot_product_attention`, called so, is given.
-
-    Source: the equivalent code in the documentation of `torch.nn.functional` (2.13).
-
-    Returns:
-        (…, queries, keys), in float32 at least; -inf where a mask forbids.
-    """
-    if query.is_nested or key.is_nested:
-        raise HookError(
-            "the attention scores of nested tensors cannot be put into one tensor. Give the model "
-            "a padded batch, with a mask."
-        )
-    if enable_gqa:
-        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-    device = query.device.type
-    with torch.autocast(device, enabled=False) if is_autocast_available(device) else nullcontext():
-        scores = (query.to(dtype) * scale) @ key.to(dtype).mT
-    # Private: `CausalBias._materialize`, the mask that this class of tensors stands for (since
-    # 2.3). It has no public name; without it the class cannot be added to a tensor.
-    if attn_mask is not None and hasattr(attn_mask, "_materialize"):
-        attn_mask = attn_mask._materialize(query.device)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is None:
-        return scores
-    if attn_mask.dtype == torch.bool:
-        return scores.masked_fill(~attn_mask, -math.inf)
-    return scores + attn_mask
-
-
-_SDPA = signature(attention_scores)

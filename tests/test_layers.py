@@ -21,7 +21,7 @@ ROWS = [
     {"selecting", "ranks", "data", "autograd_graph", "markup"},
     {"hooks", "records"},
     {"moments", "editing", "swapping", "modelinfo", "health"},
-    {"features", "summaries", "plotting"},
+    {"attention", "features", "summaries", "plotting"},
     {"pages", "callbacks", "comparing", "collecting"},
     {"recording", "live"},
     {"stats"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -20,37 +20,6 @@ def run_edit(f: Callable[..., Any], module: nn.Module, seen: tuple[Any, ...], ho
     if getattr(f, "wants_hook", False):
         return f(module, *seen, hook=hook)
     return f(module, *seen)
-
-
-def edited_layers(
-    who: str, modules: Any, edits: Mapping[str, Any]
-) -> tuple[list[Named], dict[str, Any]]:
-    """The modules that `edits` names, and the edit of each by its name in `modules`.
-
-    Of a model every key selects as in `select`; of a selection it is one of its names.
-    """
-    if isinstance(modules, nn.Module):
-        groups = {key: named_modules_of(select(modules, key), who) for key in edits}
-    else:
-        names = {name: (name, m, leaf) for name, m, leaf in named_modules_of(modules, who)}
-        if unknown := [key for key in edits if key not in names]:
-            near = nearest(str(unknown[0]), [n for n in names if n is not None])
-            raise OptionError(
-                f"{who}: there is an edit for {unknown[0]!r}, and no layer of that name among the "
-                f"{len(names)} given. {f'Nearest: {near[0]!r}. ' if near else ''}Give the model, "
-                "or what select(model, …) returns, and its names."
-            )
-        groups = {key: [names[key]] for key in edits}
-    by_name, layers = dict[str, Any](), list[Named]()
-    for key, found in groups.items():
-        for layer in found:
-            if (name := str(layer[0])) in by_name:
-                raise OptionError(f'{who}: two keys mean the layer "{name}". Give it one edit.')
-            by_name[name] = edits[key]
-            layers.append(layer)
-    if not layers:
-        raise OptionError(f"{who}: the dict of edits is empty. Give {{name: edit}}.")
-    return layers, by_name
 
 
 class ByLayer:
@@ -71,13 +40,13 @@ class WithName:
 
     wants_hook = True
 
-    def __init__(self, who: str, f: Callable[..., Any], arguments: tuple[str, ...]) -> None:
+    def __init__(self, who: str, f: Callable[..., Any], *arguments: str) -> None:
         self.f = f
         self.of_last = isinstance(check_function(who, partial(f, name=""), *arguments), OfLast)
 
     def __call__(self, module: nn.Module, *seen: Any, hook: Any = None) -> Any:
         """What `f` gives for this layer."""
-        name = hook.name if hook.name is not None else hook.label
+        name = hook.label if hook.name is None else hook.name
         return self.f(*(seen[-1:] if self.of_last else (module, *seen)), name=name)
 
 
@@ -87,5 +56,32 @@ def takes_name(f: Any) -> bool:
         parameters = signature(f).parameters
     except (TypeError, ValueError):
         return False
-    named = parameters.get("name")
-    return len(parameters) > 1 and named is not None and named.kind is not Parameter.POSITIONAL_ONLY
+    return "name" in parameters and len(parameters) > 1
+
+
+def edited_layers(
+    who: str, modules: Any, edits: Mapping[str, Any]
+) -> tuple[list[Named], dict[str, Any]]:
+    """The modules that `edits` names, and the edit of each by its name in `modules`.
+
+    Of a model a key selects as in `select`; of a selection it is one of its names.
+    """
+    if not edits:
+        raise OptionError(f"{who}: the dict of edits is empty. Give {{name: edit}}.")
+    if not isinstance(modules, nn.Module):
+        names = {str(named[0]): named for named in named_modules_of(modules, who)}
+        if unknown := [key for key in edits if key not in names]:
+            raise OptionError(
+                f"{who}: there is an edit for {unknown[0]!r}, and no layer of that name among the "
+                f"{len(names)} given. Nearest: {nearest(str(unknown[0]), names)}. Give the model, "
+                "or what select(model, …) returns, and its names."
+            )
+        return [names[key] for key in edits], dict(edits)
+    layers, by_name = list[Named](), dict[str, Any]()
+    for key, edit in edits.items():
+        for named in named_modules_of(select(modules, key), who):
+            if (name := str(named[0])) in by_name:
+                raise OptionError(f'{who}: two keys mean the layer "{name}". Give it one edit.')
+            by_name[name] = edit
+            layers.append(named)
+    return layers, by_name

@@ -306,7 +306,7 @@ def check_edit(who: str, f: Any, *arguments: str) -> Function:
             f"{'zero()' if f is zero else f.__name__ + '(…)'}."
         )
     if takes_name(f):
-        return WithName(who, f, arguments)
+        return WithName(who, f, *arguments)
     checked: Function = check_function(who, f, *arguments, name="f")
     return checked
 
