@@ -18,7 +18,8 @@ Look inside one pass
     attention patterns                       attention_weights, hook_attention
     one tensor; all modules; sizes           hook_tensor, hook_all, print_sizes
     inner outputs as an ordinary module      feature_extractor, FeatureExtractor
-    for a whole data set                     collect, Activations, Mean, Covariance, TopK
+    for a whole data set                     collect, Activations, Mean, Covariance, TopK,
+                                             activation_stream
 
 Change what goes through a model
     outputs, inputs, gradients               edit_output(s), edit_input(s), edit_grad(s)
@@ -69,7 +70,7 @@ from .callbacks import (
     SchedulerCallback,
     TrainEvalCallback,
 )
-from .collecting import Activations, Covariance, Mean, TopK, collect
+from .collecting import Activations, Covariance, Mean, TopK, activation_stream, collect
 from .comparing import Comparison, compare_models
 from .data import DataLoaders
 from .editing import (
@@ -211,6 +212,7 @@ __all__ = [
     "Watcher",
     "Wrapper",
     "__version__",
+    "activation_stream",
     "add",
     "attention_weights",
     "collect",
