@@ -21,13 +21,12 @@ from torch import Tensor, nn
 
 from hookkit.checks import check_flag
 from hookkit.errors import NeverFiredWarning
-from hookkit.hooks.attach import Handle, attach, check_hookable
+from hookkit.hooks.attach import Handle, attach, check_hookable, in_thread
 from hookkit.hooks.block import StopForward
-from hookkit.hooks.calls import is_exporting
+from hookkit.hooks.calls import is_exporting, owned
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.fronts import in_thread, tap
 from hookkit.hooks.parts import part_at
-from hookkit.hooks.snapshot import aliases_user_memory, inputs_and_buffers, snapshot
+from hookkit.hooks.snapshot import snapshot
 from hookkit.modules import find
 from hookkit.nested import tmap
 from hookkit.selecting import Selector, select
@@ -72,7 +71,7 @@ def feature_extractor(
     chosen = select(model, *what)
     for module in chosen.values():
         check_hookable(module, "feature_extractor")
-    wanted = {key: (pick.name, pick.leaf) for key, pick in chosen.picks.items()}
+    wanted = {key: chosen.place(key) for key in chosen}
     return FeatureExtractor(model, wanted, detach=detach, stop=stop)
 
 
@@ -150,7 +149,7 @@ class _Call:
         def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             # another thread's call of the same model, in a call of its own or in none
             if in_thread(self.thread) and key not in self.values:
-                self.add(key, leaf, output, inputs_and_buffers(module, args, kwargs))
+                self.add(key, leaf, output, owned(module, args, kwargs))
 
         self.handles.append(attach(module, see))
 
@@ -167,7 +166,7 @@ class _Call:
         def own(t: Tensor) -> Tensor:  # later in-place operations do not change it
             if self.detach:
                 return snapshot(t, inputs)
-            return t.clone() if aliases_user_memory(t, inputs) else tap(t)
+            return t.clone()
 
         part = part_at(output, leaf, "feature_extractor", lambda: f'"{key}"')
         self.values[key] = tmap(own, part)

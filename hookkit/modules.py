@@ -158,25 +158,3 @@ def calls_children(module: nn.Module) -> bool:
 def is_observer(module: nn.Module) -> bool:
     """True for a module that quantization puts into a layer to observe or round its values."""
     return any(base.__name__ in _OBSERVERS for base in type(module).__mro__)
-
-
-# Until the other rooms use them no more: `Parts` (a model whose parts are exchanged in a training)
-# and `edges` (each registration of a module).
-
-
-class Parts:
-    """The modules of `model` as they are now; `changed()` compares them with those of then."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._tables = [m._modules for m in model.modules() if isinstance(m._modules, dict)]
-        self._held = [[*table.values()] for table in self._tables]
-
-    def changed(self) -> bool:
-        """Whether a module was added, exchanged, moved or taken out since."""
-        return [[*table.values()] for table in self._tables] != self._held
-
-
-def edges(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """`(parent, key, child)` for each registration in the model, wrappers and their inside too."""
-    for parent in model.modules():
-        yield from ((parent, key, child) for key, child in submodules(parent).items())

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import translate
 from functools import cached_property, lru_cache
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -75,12 +74,9 @@ class Selection(dict[str, nn.Module]):
         """The entry's name in the model, leaf path included: differs from `name` if renamed."""
         return "".join(self._paths[name])
 
-    # Until the other rooms read `path` and `leaf`: the name, module and leaf of each entry.
-    @property
-    def picks(self) -> dict[str, Any]:
-        """Each entry as an object with `name`, `module` and `leaf`."""
-        each = {name: (own, self[name], leaf) for name, (own, leaf) in self._paths.items()}
-        return {k: SimpleNamespace(name=n, module=m, leaf=leaf) for k, (n, m, leaf) in each.items()}
+    def place(self, name: str) -> tuple[str, str]:
+        """The module's name in the model, and the path into its output that is meant, or ""."""
+        return self._paths[name]
 
     def __missing__(self, name: str) -> nn.Module:
         near = ", ".join(f'"{key}"' for key in nearest(str(name), self) or list(self)[:3])

@@ -4,8 +4,7 @@ A hook sees what goes into a module and what comes out; a wrapper decides what h
 call it, call it twice, call something else. `Wrapper` is the base class for that, `Catcher` records
 calls, `GramWrapper` sums XᵀX.
 
-Builds on `select`, which finds the modules, and on `modules.edges`, which finds their places: each
-registration of a module is one, so a shared module is replaced everywhere.
+Each registration of a module is a place of it, so a shared module is replaced everywhere.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from torch import Tensor, nn
 
 from hookkit.checks import check_flag, check_module
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
-from hookkit.hooks.attach import recomputing
+from hookkit.hooks.attach import attach, is_compiling, is_tracing, recomputing
+from hookkit.hooks.calls import owned
 from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.fronts import in_jit_trace
 from hookkit.hooks.global_hooks import switch_fused_path
-from hookkit.hooks.snapshot import copied_containers, inputs_and_buffers, snapshot, unwrapped
-from hookkit.modules import edges, inner_key, unwrap
+from hookkit.hooks.snapshot import copied_containers, snapshot, unwrapped
+from hookkit.modules import inner_key, submodules, unwrap
 from hookkit.nested import Inputs, describe, tmap
 from hookkit.selecting import select
 
@@ -43,7 +42,7 @@ def swap(
     All are replaced or none, and the originals are restored when the block ends, also by an error.
     A shared module is replaced in each of its places, by one replacement. Modules that a model
     holds outside its registered children (in a plain list) are not replaced; a warning says so if
-    a `Catcher` or `GramWrapper` was never called. Compiled models run eagerly in the block, and
+    a `Wrapper` was not called though the model ran. Compiled models run eagerly in the block, and
     PyTorch's transformer layers call their parts.
 
     Args:
@@ -71,6 +70,12 @@ def swap(
     # Places are written through `Module._modules`, private by its name, since torch 0.1: the
     # public `setattr` and `register_module` run code of the user's class and cannot be undone.
     places, new = _planned(model, replacements)
+    called, wrappers = set[nn.Module](), [m for m in new.values() if isinstance(m, Wrapper)]
+    hooks = [
+        attach(m, lambda m, *_: called.add(m), pre=True)
+        for m in {unwrap(model), *wrappers}
+        if not isinstance(m, torch.jit.ScriptModule)
+    ]
     try:
         switch_fused_path(places, on=True)  # it reads the weights of layers and calls none
         enter_eager(places)
@@ -84,10 +89,12 @@ def swap(
     finally:
         leave_eager(places)
         switch_fused_path(places, on=False)
+        for hook in hooks:
+            hook.remove()
     if lost := _restore(places):
         raise HookError(lost)
-    idle = [n for n, m in new.items() if isinstance(m, Catcher | GramWrapper) and not m.n_calls]
-    if idle:
+    idle = [n for n, m in new.items() if m in wrappers and m not in called]
+    if called and idle:
         shown = ", ".join(f'"{name}"' for name in idle[:5])
         warn(
             f"swap: never called: {shown} ({len(idle)} of {len(new)}). "
@@ -127,7 +134,9 @@ def _planned(
             names[name] = module
     new: dict[int, nn.Module] = {}
     places = []
-    for parent, key, child in list(edges(model)):
+    # wrappers and what is inside them too
+    edges = [(p, key, child) for p in model.modules() for key, child in submodules(p).items()]
+    for parent, key, child in edges:
         if inner_key(parent) != key and (i := id(unwrap(child))) in wanted:
             name, replacement = wanted[i]
             if isinstance(parent, torch.jit.ScriptModule):
@@ -190,6 +199,11 @@ def _restore(places: list[_Place]) -> str:
         f"swap: inside the block other code put another module in the place of {', '.join(lost)}, "
         "which was not changed. End blocks in the reverse order of their beginning."
     )
+
+
+def _again() -> bool:
+    """Whether this call repeats one: by a checkpoint, or in torch.jit.trace."""
+    return recomputing() or (not is_compiling() and is_tracing())
 
 
 class Wrapper(nn.Module):
@@ -297,9 +311,9 @@ class Catcher(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What `wrapped` returns, recorded with what it was given."""
-        if recomputing() or in_jit_trace():
+        if _again():
             return self.wrapped(*args, **kwargs)
-        given = inputs_and_buffers(self.wrapped, args, kwargs)
+        given = owned(self.wrapped, args, kwargs)
         inputs = self._stored(Inputs(args, kwargs), given)
         output = self.wrapped(*args, **kwargs)
         self.calls.append(Call(inputs, self._stored(output, given)))
@@ -346,14 +360,9 @@ class GramWrapper(Wrapper):
         self.dtype, self.n_rows = dtype, 0
         self.gram: Tensor | None = None
 
-    @property
-    def n_calls(self) -> int:
-        """1 or more once there was an input, else 0."""
-        return self.n_rows
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What `wrapped` returns; its first input is summed before."""
-        if not (recomputing() or in_jit_trace()):
+        if not _again():
             self.add(args[0] if args else next(iter(kwargs.values())))
         return self.wrapped(*args, **kwargs)
 

@@ -24,10 +24,9 @@ from hookkit.collecting.batches import WHO, Field, Reading
 from hookkit.data import DataLoaders, batch_size, no_batches
 from hookkit.errors import HookError, ModelRunError, OptionError
 from hookkit.hooks.attach import Switch, attach, called
-from hookkit.hooks.block import StopForward
+from hookkit.hooks.block import KINDS, StopForward
 from hookkit.hooks.compiling import enter_eager, leave_eager
 from hookkit.hooks.parts import part_at
-from hookkit.hooks.snapshot import FUNCTION_OF
 from hookkit.modelinfo.untouched import untouched
 from hookkit.modules import unwrap
 from hookkit.nested import Inputs, describe, named_leaves
@@ -75,7 +74,7 @@ class Rows:
         check_module(WHO, model, "The model comes first: collect(model, loader, modules).")
         check_choice(WHO, "per", per, ("sample", "token"))
         kind: Any = "pre" if check_flag(WHO, "inputs", inputs) else "forward"
-        f = None if hook is None else check_function(WHO, hook, *FUNCTION_OF[kind], name="hook")
+        f = None if hook is None else check_function(WHO, hook, *KINDS[kind], name="hook")
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise OptionError(
                 f"{WHO}(dtype={dtype!r}): give a dtype of torch, such as torch.float16."

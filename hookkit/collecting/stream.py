@@ -86,7 +86,7 @@ def _batches(
             raise ModelRunError(no_batches(f"{WHO}: the loader"))
         shuffled = store.shuffled(generator)
         n_given = len(shuffled) if ended else max(size, room // 2 // size * size)
-        yield from shuffled[:n_given].split(size)
+        yield from torch.split(shuffled[:n_given], size)
         store.parts = [shuffled[n_given:].clone()]  # the rest, without the memory of what was given
 
 

@@ -196,9 +196,11 @@ def _chosen(side: nn.Module | Recorded, modules: Any) -> Hooked:
     if modules is None:
         return {name: (m, ("",)) for name, m, first in walk(root) if first and can_run(m)}
     what = modules if isinstance(modules, list | tuple) else [modules]
-    for pick in select(root, *what).picks.values():
-        _, paths = chosen.get(pick.name, (pick.module, ()))
-        chosen[pick.name] = pick.module, (*paths, pick.leaf)
+    selection = select(root, *what)
+    for key, module in selection.items():
+        name, leaf = selection.place(key)
+        _, paths = chosen.get(name, (module, ()))
+        chosen[name] = module, (*paths, leaf)
     return chosen
 
 

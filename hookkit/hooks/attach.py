@@ -13,6 +13,7 @@ Also here: which calls are repetitions (`recomputing`), and a note on errors of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from threading import get_ident
 from types import CodeType
 from typing import Any
 
@@ -43,6 +44,16 @@ def recomputing() -> bool:
     return not is_compiling() and graph_task() != -1
 
 
+# Private: `torch._C._is_tracing`, whether torch.jit.trace records this forward (since 1.0).
+# `torch.jit.is_tracing` takes three calls of Python, in each forward; it is the fallback.
+is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit._trace.is_tracing)
+
+
+def in_thread(thread: int | None) -> bool:
+    """Whether this call is made by `thread`, or in a backward pass; None is every thread."""
+    return thread is None or thread == get_ident() or (not is_compiling() and graph_task() != -1)
+
+
 class Switch:
     """Whether the hooks that share it call their functions. All that a compiled graph guards on."""
 
@@ -60,23 +71,25 @@ class HookEntry:
         callback: called with what PyTorch passes; None makes the entry do nothing.
         switch: the callback is called only while it is on.
         edit: what the callback returns replaces the output (or the inputs). Else it is ignored.
+        same: the model computes the same without it.
     """
 
-    __slots__ = ("callback", "edit", "switch")
+    __slots__ = ("callback", "edit", "same", "switch")
 
     def __init__(
         self,
         callback: Callable[..., Any] | None = None,
         switch: Switch | None = None,
         edit: bool = False,
-        keeps_output: bool = True,
+        observes: bool = False,
     ) -> None:
         self.callback, self.switch, self.edit = callback, switch or _ALWAYS, edit
+        self.same = observes or not edit
 
     @property
     def observes(self) -> bool:
-        """Whether it only looks, so that the model computes the same without it."""
-        return not self.edit
+        """Whether the model computes the same without it."""
+        return self.same
 
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
         """Passes the call on."""
@@ -116,10 +129,10 @@ never_compiled_alone(HookEntry.__call__.__code__)
 class Handle:
     """Removes entries from their modules, which hold them; it holds neither."""
 
-    __slots__ = ("_handles",)
+    __slots__ = ("handles",)
 
     def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
+        self.handles: list[RemovableHandle] = []
 
     def put(
         self,
@@ -140,14 +153,14 @@ class Handle:
             handle = module.register_forward_hook(
                 entry, prepend=prepend, with_kwargs=True, always_call=always_call
             )
-        self._handles.append(handle)
+        self.handles.append(handle)
 
     def remove(self) -> None:
         """Removes all entries; none runs again, also not later in a call that is under way.
 
         Can be called any number of times.
         """
-        remove_all(self._handles)
+        remove_all(self.handles)
 
 
 def remove_all(handles: Iterable[RemovableHandle]) -> None:
@@ -191,8 +204,9 @@ def attach(
     prepend: bool = False,
     always_call: bool = False,
     edit: bool = False,
+    backward: bool = False,
+    observes: bool = False,
     switch: Switch | None = None,
-    keeps_output: bool = True,
 ) -> Handle:
     """Calls `fn(module, args, kwargs, output)` at each forward of `module`; a removable handle.
 
@@ -209,8 +223,9 @@ def attach(
         always_call: also after a forward that raised; `output` is then None. Not for `pre`.
         edit: what `fn` returns (unless None) replaces the output; with `pre`, it is the pair
             `(args, kwargs)`. Without it the result is ignored.
+        backward: calls `fn(module, grad_inputs, grad_outputs)`, by PyTorch's full backward hook.
+        observes: what an `edit` returns has the same values: views, or tensors with hooks.
         switch: `fn` is called only while it is on; one switch can serve many hooks.
-        keeps_output: has no effect.
 
     Raises:
         ArgumentError: `module` is no module, `fn` no function.
@@ -229,8 +244,8 @@ def attach(
             "Pass f(module, args, kwargs, output), or use hook_output(module) to store the output."
         )
     handle = Handle()
-    entry = HookEntry(fn, switch, edit)
-    handle.put(module, entry, pre=pre, prepend=prepend, always_call=always_call)
+    entry = HookEntry(fn, switch, edit, observes)
+    handle.put(module, entry, pre=pre, prepend=prepend, always_call=always_call, backward=backward)
     return handle
 
 

@@ -69,14 +69,10 @@ class Block(Switch):
     """
 
     positions = False
-    # Until the other rooms use attach: see `fronts`.
-    entries: Any = None
-    options: Any = None
-    thread: int | None = None
 
     def __init__(
         self,
-        who: Any = "Hook",
+        who: str = "Hook",
         kind: str = "forward",
         func: Callable[..., Any] | None = None,
         detach: bool = True,
@@ -89,7 +85,6 @@ class Block(Switch):
         stop: bool = False,
         prepend: bool = False,
     ) -> None:
-        who = getattr(who, "who", who)  # Until the other rooms use attach: see `fronts`.
         given = {"detach": detach, "cpu": cpu, "gather": gather, "edit": edit, "clone": clone}
         for name, flag in {**given, "stop": stop, "prepend": prepend}.items():
             if flag is not True and flag is not False:

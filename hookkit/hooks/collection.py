@@ -113,26 +113,6 @@ class Hooks(Registered):
             hook._set(m, block, name, leaf)
         self.register()
 
-    # Until the other rooms use attach: see `fronts`.
-
-    @classmethod
-    def of(cls, ms: Any, options: Block, block: Any = None) -> Hooks:
-        """Registered hooks with these `options`; `block` is their switch, if there is one."""
-        return cls.of_named(named_modules_of(ms, options.who), options, block)
-
-    @classmethod
-    def of_named(cls, named: Any, options: Block, block: Any = None) -> Hooks:
-        """The same, of named modules."""
-        if block is not None:
-            state = ("on", "depth", "waiting", "pending", "warned")
-            vars(block).update({k: v for k, v in vars(options).items() if k not in state})
-        return cls.made_of(list(named), block or options)
-
-    def _move_to(self, ms: Any) -> None:
-        """Has hooks on `ms` instead."""
-        self.remove()
-        self._set(named_modules_of(ms, self.switch.who), self.switch)
-
     def _each(self) -> list[Hook]:
         return self.hooks
 

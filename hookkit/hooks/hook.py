@@ -132,9 +132,7 @@ class Hook(Calls, Registered):
         m, block = self._module(), self.switch
         if m is None:
             raise HookError(f"{block.who}: the module of this hook is gone. Make a new hook.")
-        if block.entries is not None:
-            self.handles = block.entries(self, m)
-        elif block.kind == "forward" or block.kind == "grad":
+        if block.kind == "forward" or block.kind == "grad":
             kwargs = not block.fast or bool(self.leaf)
             self.handles = (
                 m.register_forward_hook(self, prepend=block.prepend, with_kwargs=kwargs),

@@ -137,7 +137,7 @@ class Reading(HookEntry):
         block = self.switch
         if block.depth or block.warned or not self.registered or self.n_calls or self.why:
             return
-        if not has_compiled() or block.entries is not None or self.module is None:
+        if not has_compiled() or self.module is None:
             return
         block.warned = True
         warnings.warn(
@@ -153,7 +153,7 @@ class Reading(HookEntry):
     def fired(self) -> bool:
         """Whether it has stored something, or seen a call that stores nothing."""
         block = self.switch
-        if self.last is not None or block.entries is not None:
+        if self.last is not None:
             return True
         if block.kind.endswith("grad") and not block.edit:
             return False  # it counts forward calls

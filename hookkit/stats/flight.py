@@ -19,14 +19,13 @@ from hookkit import ranks
 from hookkit.checks import check_choice, check_number, shown
 from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
 from hookkit.events import CancelStepException
-from hookkit.hooks.attach import graph_task
-from hookkit.hooks.fronts import Placed
+from hookkit.hooks.attach import Handle, graph_task
 from hookkit.modules import class_name, unwrap
 from hookkit.recording import HookCallback
 from hookkit.records import Incident
 from hookkit.selecting import select
 from hookkit.stats.flight_memory import INPUT, LOSS, NAMES, Batch, Memory
-from hookkit.stats.layer_hooks import input_entries, output_entries
+from hookkit.stats.layer_hooks import see_inputs, see_outputs
 from hookkit.stats.param_norms import grad_norms_by_id
 from hookkit.stats.parameters import named_parameters
 from hookkit.stats.unscaling import inverse_scale, known_scaler
@@ -102,11 +101,11 @@ class FlightRecorder(HookCallback):
             return select(model, modules, {"": NAMES[INPUT]})
         return {**modules, NAMES[INPUT]: root}
 
-    def _entries(self, name: str, module: nn.Module, leaf: str) -> list[Placed]:
+    def _attach(self, name: str, module: nn.Module, leaf: str) -> Handle:
         if name == NAMES[INPUT]:
-            return input_entries(self._switch, INPUT)
+            return see_inputs(module, self._switch, INPUT)
         row = self._memory.row(name, class_name(module))
-        return output_entries(self._switch, row, leaf, self._function)
+        return see_outputs(module, self._switch, row, leaf, self._function)
 
     # --- events
 

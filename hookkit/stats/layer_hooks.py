@@ -1,8 +1,8 @@
-"""What recorders' hooks do at a call of a layer: they show tensors to their switch's target.
+"""What recorders put on a layer: hooks that show its tensors to their switch's target.
 
 The target is a `Tally`, or the norms of the flight recorder: it has `see(row, leaf, path, t)`.
 One hook serves training and validation, since it finds the target in the switch. Which calls count
-is in `entries.counts_for`; of a layer that is called on its own, after the model has returned, in
+is in `_counts`; of a layer that is called on its own, after the model has returned, in
 `_makes_loss`.
 """
 
@@ -13,32 +13,40 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookkit.hooks.attach import HookEntry, brief, called, graph_task, is_compiling
-from hookkit.hooks.fronts import BothGrads, GradHooks, Placed, counts_for, is_tracing, keeps_output
+from hookkit.hooks.attach import (
+    Handle,
+    attach,
+    brief,
+    called,
+    graph_task,
+    in_thread,
+    is_compiling,
+    is_tracing,
+)
+from hookkit.hooks.grads import listen_output
 from hookkit.hooks.parts import part_at
-from hookkit.nested import Inputs, named_leaves, tmap
+from hookkit.nested import Inputs, named_leaves, put, tmap
 from hookkit.recording import RecordSwitch
 
 Function = Callable[[nn.Module, Any, Any], Any]
 
 
-def output_entries(
-    switch: RecordSwitch, row: int, leaf: str, function: Function | None
-) -> list[Placed]:
-    """What shows the tensors that a layer gives: of its whole output, of its part at the path
-    `leaf`, or of what the user's `function(m, i, o)` makes of them.
+def see_outputs(
+    module: nn.Module, switch: RecordSwitch, row: int, leaf: str, function: Function | None
+) -> Handle:
+    """Shows the tensors that a layer gives: of its whole output, of its part at the path `leaf`, or
+    of what the user's `function(m, i, o)` makes of them.
     """
-    who = switch.options.who
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if switch.late and not _makes_loss(output):
             return
-        if not counts_for(switch.thread, module):
+        if not _counts(switch.thread, module):
             return
         # asked in this order, so that compiled graphs do not depend on `given`
         if not is_compiling() and switch.given is not None:
             switch.given(row, (args, kwargs))
-        seen = part_at(output, leaf, who, lambda: brief(module)) if leaf else output
+        seen = _part(output, leaf, switch, module)
         if function is not None:
             inputs = tmap(Tensor.detach, Inputs(args, kwargs))
             seen = called(function, module, inputs, tmap(Tensor.detach, seen))
@@ -47,57 +55,70 @@ def output_entries(
         else:
             _show(switch, row, seen)
 
-    return [(HookEntry(hook, keeps_output=False), {})]
+    return attach(module, hook, switch=switch)
 
 
-def input_entries(switch: RecordSwitch, row: int) -> list[Placed]:
-    """What shows the tensors that a module is called with."""
+def see_inputs(module: nn.Module, switch: RecordSwitch, row: int) -> Handle:
+    """Shows the tensors that a module is called with."""
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not switch.late and counts_for(switch.thread, module):
+        if not switch.late and _counts(switch.thread, module):
             _show(switch, row, (args, kwargs))
 
-    return [(HookEntry(hook), {"pre": True})]
+    return attach(module, hook, pre=True, switch=switch)
 
 
-def gradient_entries(
-    switch: RecordSwitch, row: int, leaf: str, function: Function | None, module: nn.Module
-) -> list[Placed]:
-    """What shows the gradients of a layer's output, or of its part at the path `leaf`; or what the
+def see_gradients(
+    module: nn.Module, switch: RecordSwitch, row: int, leaf: str, function: Function | None
+) -> Handle:
+    """Shows the gradients of a layer's output, or of its part at the path `leaf`; or what the
     user's `function(m, grad_inputs, grad_outputs)` makes of all gradients of a call.
     """
-    who = switch.options.who
 
     def received(i: int, grad: Tensor) -> None:
         switch.target.see(row, 0, "", grad)
 
-    def begin(module: nn.Module, output: Any) -> Any:
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         # a checkpoint that runs again counts: the gradients come from that forward
-        if not counts_for(switch.thread, module, again=True):
+        if not _counts(switch.thread, module, again=True):
             return None
         if isinstance(output, Tensor) and not leaf:
-            return received
-        part = part_at(output, leaf, who, lambda: brief(module)) if leaf else output
+            return listen_output(module, args, kwargs, output, received)
+        part = _part(output, leaf, switch, module)
         paths = [path for path, _ in named_leaves(part)]
 
         def receive(i: int, grad: Tensor) -> None:
             switch.target.see(row, i, paths[i], grad)
 
-        return receive
+        new = listen_output(module, args, kwargs, part, receive)
+        return None if new is None else put(output, leaf, new)
 
     def show(module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
         assert function is not None
         _show(switch, row, called(function, module, grad_inputs, grad_outputs))
 
-    if function is None:
-        return GradHooks(begin, leaf=leaf).entries(keeps_output(module))
-    return BothGrads(show, leaf, True, switch).entries(keeps_output(module))
+    if function is not None:
+        return attach(module, show, backward=True, switch=switch)
+    return attach(module, hook, edit=True, observes=True, switch=switch)
+
+
+def _part(output: Any, leaf: str, switch: RecordSwitch, module: nn.Module) -> Any:
+    return part_at(output, leaf, switch.who, lambda: brief(module)) if leaf else output
 
 
 def _show(switch: RecordSwitch, row: int, seen: Any) -> None:
     """Shows the switch's target every tensor in `seen`."""
     for leaf, (path, t) in enumerate(named_leaves(seen)):
         switch.target.see(row, leaf, path, t)
+
+
+def _counts(thread: int | None, module: nn.Module, again: bool = False) -> bool:
+    """Whether a recorder that serves `thread` records this call of `module`."""
+    if is_compiling():
+        return True
+    if graph_task() != -1:
+        return again
+    return in_thread(thread) or "_is_replica" in module.__dict__
 
 
 def _makes_loss(output: Any) -> bool:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.devices import sent, widened, widest_float
-from hookkit.moments.rows import plain
-from hookkit.moments.rows import widened as as_floats
+from hookkit.moments.rows import plain, widened as as_floats
 
 _SMALL = 1e-16  # below, squares leave float32; and above 1.8e19, where the norm is Inf
 

@@ -18,11 +18,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim import optimizer as global_hooks
+from torch.optim import Optimizer, optimizer as global_hooks
 
-from hookkit.hooks.attach import Handle, HookEntry, check_hookable, graph_task
-from hookkit.hooks.fronts import is_tracing
+from hookkit.hooks.attach import Handle, HookEntry, check_hookable, graph_task, is_tracing
 from hookkit.modules import unwrap, wrappers
 from hookkit.watching.losses import one_number
 
