@@ -8,254 +8,202 @@ Three ways to use it:
 
 What there is for which task; `help(hookkit.watch)` describes one, with an example:
 
-Choose modules by name, pattern or class     select, Selection, leaf_modules, unwrap
-    … parameters                             select_params, ParamSelection
+Choose modules by name, pattern, class       select
 
 Look inside one pass
-    what layers return, and its gradients    hook_output(s), Hook, Hooks
-    what they are given                      hook_input(s)
-    calls of functions, FunctionHooks        hook_function
-    attention patterns                       attention_weights, hook_attention
-    one tensor; all modules; sizes           hook_tensor, hook_all, print_sizes
-    inner outputs as an ordinary module      feature_extractor, FeatureExtractor
-    for a whole data set                     collect, Activations, Mean, Covariance, TopK,
-                                             activation_stream
+    what layers return, and its gradients    hook_output, hook_outputs, Hooks
+    what they are given                      hook_inputs
+    calls of functions; attention            hook_function, attention_weights
+    inner outputs as an ordinary module      feature_extractor
+    for a whole data set                     collect
 
 Change what goes through a model
-    outputs, inputs, gradients               edit_output(s), edit_input(s), edit_grad(s)
-    what functions return, attention         edit_function, edit_attention
-    … to what                                zero, scale, add, replace, patch_from
-    leave a layer out; end early             skip_module, StopForward
-    other modules in place of its own        swap, Wrapper, Catcher, GramWrapper
+    what layers return, to what              edit_output, edit_outputs, zero, patch_from
+    anything else                            hookkit.edits
 
 Know a model
-    layers, shapes, parameters, compute      summary, Summary, module_summary, layer_info
-    a single fact                            model_sizes, num_features_model, in_channels,
-                                             total_params, has_params, flatten_model, dummy_eval
-    where two models begin to differ         compare_models, Comparison
+    layers, shapes, parameters, compute      summary
+    where two models begin to differ         compare_models
 
 Record a training
-    any loop                                 watch, Watcher; hookkit.bridges
+    any loop                                 watch; hookkit.bridges, for libraries
     activations, gradients, parameters       ActivationStats, GradientStats, ParamStats
     the first NaN or Inf                     FlightRecorder
-    what is wrong, why, what to do           diagnose, Diagnosis, Finding; ShowHealth, while it runs
-    numbers, pictures, one page              Record, Run; hookkit.plotting; report
+    to TensorBoard, wandb, a file            LogTo
+    numbers, diagnosis, pictures             Run; hookkit.records, hookkit.plotting
 
 Train
-    a loop with events                       Learner, DataLoaders, Recorder
-    do something at an event, or in a hook   Callback, HookCallback
-    accumulate, clip, schedule, use AMP      GradientAccumulation, GradientClip,
-                                             SchedulerCallback, MixedPrecision
-    save, stop, log, show                    SaveModelCallback, EarlyStoppingCallback, CSVLogger,
-                                             LogTo, ProgressCallback, TrainEvalCallback
-    end a batch, an epoch, a fit early       CancelBatchException and others of its kind
+    a loop with events                       Learner
+    do something at an event, or in a hook   Callback, HookCallback; hookkit.callbacks
 
-Errors are HookkitErrors, warnings HookkitWarnings.
+hookkit.fastai has fastai's names, hookkit.errors the errors, hookkit.testing small models and data.
 """
 
 # Which files there are, and which may import which: the rows in docs/develop/architecture.md.
+# Names that are imported `as` themselves stay importable from here; their homes are in the modules.
 
-from .attention import attention_weights, edit_attention, hook_attention
+from importlib import import_module
+from types import ModuleType
+
+from .attention import (
+    attention_weights,
+    edit_attention as edit_attention,
+    hook_attention as hook_attention,
+)
 from .callbacks import (
     Callback,
-    CSVLogger,
-    EarlyStoppingCallback,
-    GradientAccumulation,
-    GradientClip,
+    CSVLogger as CSVLogger,
+    EarlyStoppingCallback as EarlyStoppingCallback,
+    GradientAccumulation as GradientAccumulation,
+    GradientClip as GradientClip,
     LogTo,
-    MixedPrecision,
-    ProgressCallback,
-    Recorder,
-    SaveModelCallback,
-    SchedulerCallback,
-    TrainEvalCallback,
+    MixedPrecision as MixedPrecision,
+    ProgressCallback as ProgressCallback,
+    Recorder as Recorder,
+    SaveModelCallback as SaveModelCallback,
+    SchedulerCallback as SchedulerCallback,
+    TrainEvalCallback as TrainEvalCallback,
 )
-from .collecting import Activations, Covariance, Mean, TopK, activation_stream, collect
-from .comparing import Comparison, compare_models
-from .data import DataLoaders
+from .collecting import (
+    Activations as Activations,
+    Covariance as Covariance,
+    Mean as Mean,
+    TopK as TopK,
+    activation_stream as activation_stream,
+    collect,
+)
+from .comparing import Comparison as Comparison, compare_models
+from .data import DataLoaders as DataLoaders
 from .editing import (
-    ParamSelection,
-    add,
-    edit_function,
-    edit_grad,
-    edit_grads,
-    edit_input,
-    edit_inputs,
+    ParamSelection as ParamSelection,
+    add as add,
+    edit_function as edit_function,
+    edit_grad as edit_grad,
+    edit_grads as edit_grads,
+    edit_input as edit_input,
+    edit_inputs as edit_inputs,
     edit_output,
     edit_outputs,
     patch_from,
-    replace,
-    scale,
-    select_params,
-    skip_module,
+    replace as replace,
+    scale as scale,
+    select_params as select_params,
+    skip_module as skip_module,
     zero,
 )
 from .errors import (
-    ArgumentError,
-    CompiledWarning,
-    HookError,
-    HookkitError,
-    HookkitWarning,
-    MissingExtraError,
-    ModelRunError,
-    NeverFiredWarning,
-    NonFiniteError,
-    OptionError,
-    OverwrittenWarning,
-    SelectionError,
+    ArgumentError as ArgumentError,
+    CompiledWarning as CompiledWarning,
+    HookError as HookError,
+    HookkitError as HookkitError,
+    HookkitWarning as HookkitWarning,
+    MissingExtraError as MissingExtraError,
+    ModelRunError as ModelRunError,
+    NeverFiredWarning as NeverFiredWarning,
+    NonFiniteError as NonFiniteError,
+    OptionError as OptionError,
+    OverwrittenWarning as OverwrittenWarning,
+    SelectionError as SelectionError,
 )
 from .events import (
-    CancelBackwardException,
-    CancelBatchException,
-    CancelEpochException,
-    CancelFitException,
-    CancelStepException,
-    CancelTrainException,
-    CancelValidException,
+    CancelBackwardException as CancelBackwardException,
+    CancelBatchException as CancelBatchException,
+    CancelEpochException as CancelEpochException,
+    CancelFitException as CancelFitException,
+    CancelStepException as CancelStepException,
+    CancelTrainException as CancelTrainException,
+    CancelValidException as CancelValidException,
 )
-from .features import FeatureExtractor, feature_extractor
-from .health import Diagnosis, Finding, diagnose
+from .features import FeatureExtractor as FeatureExtractor, feature_extractor
+from .health import Diagnosis as Diagnosis, Finding as Finding, diagnose as diagnose
 from .hooks import (
-    FunctionHooks,
-    Hook,
+    FunctionHooks as FunctionHooks,
+    Hook as Hook,
     Hooks,
-    StopForward,
-    hook_all,
+    StopForward as StopForward,
+    hook_all as hook_all,
     hook_function,
-    hook_input,
+    hook_input as hook_input,
     hook_inputs,
     hook_output,
     hook_outputs,
-    hook_tensor,
-    print_sizes,
+    hook_tensor as hook_tensor,
+    print_sizes as print_sizes,
 )
 from .learner import Learner
-from .live import ShowHealth
+from .live import ShowHealth as ShowHealth
 from .modelinfo import (
-    dummy_eval,
-    flatten_model,
-    has_params,
-    in_channels,
-    model_sizes,
-    num_features_model,
-    total_params,
+    dummy_eval as dummy_eval,
+    flatten_model as flatten_model,
+    has_params as has_params,
+    in_channels as in_channels,
+    model_sizes as model_sizes,
+    num_features_model as num_features_model,
+    total_params as total_params,
 )
-from .pages import report
+from .pages import report as report
 from .recording import HookCallback
-from .records import Record, Run
-from .selecting import Selection, leaf_modules, select, unwrap
+from .records import Record as Record, Run
+from .selecting import (
+    Selection as Selection,
+    leaf_modules as leaf_modules,
+    select,
+    unwrap as unwrap,
+)
 from .stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
-from .summaries import Summary, layer_info, module_summary, summary
-from .swapping import Catcher, GramWrapper, Wrapper, swap
-from .version import __version__
-from .watching import Watcher, watch
+from .summaries import (
+    Summary as Summary,
+    layer_info as layer_info,
+    module_summary as module_summary,
+    summary,
+)
+from .swapping import (
+    Catcher as Catcher,
+    GramWrapper as GramWrapper,
+    Wrapper as Wrapper,
+    swap as swap,
+)
+from .version import __version__ as __version__
+from .watching import Watcher as Watcher, watch
 
 __all__ = [
     "ActivationStats",
-    "Activations",
-    "ArgumentError",
-    "CSVLogger",
     "Callback",
-    "CancelBackwardException",
-    "CancelBatchException",
-    "CancelEpochException",
-    "CancelFitException",
-    "CancelStepException",
-    "CancelTrainException",
-    "CancelValidException",
-    "Catcher",
-    "Comparison",
-    "CompiledWarning",
-    "Covariance",
-    "DataLoaders",
-    "Diagnosis",
-    "EarlyStoppingCallback",
-    "FeatureExtractor",
-    "Finding",
     "FlightRecorder",
-    "FunctionHooks",
-    "GradientAccumulation",
-    "GradientClip",
     "GradientStats",
-    "GramWrapper",
-    "Hook",
     "HookCallback",
-    "HookError",
-    "HookkitError",
-    "HookkitWarning",
     "Hooks",
     "Learner",
     "LogTo",
-    "Mean",
-    "MissingExtraError",
-    "MixedPrecision",
-    "ModelRunError",
-    "NeverFiredWarning",
-    "NonFiniteError",
-    "OptionError",
-    "OverwrittenWarning",
-    "ParamSelection",
     "ParamStats",
-    "ProgressCallback",
-    "Record",
-    "Recorder",
     "Run",
-    "SaveModelCallback",
-    "SchedulerCallback",
-    "Selection",
-    "SelectionError",
-    "ShowHealth",
-    "StopForward",
-    "Summary",
-    "TopK",
-    "TrainEvalCallback",
-    "Watcher",
-    "Wrapper",
-    "__version__",
-    "activation_stream",
-    "add",
     "attention_weights",
     "collect",
     "compare_models",
-    "diagnose",
-    "dummy_eval",
-    "edit_attention",
-    "edit_function",
-    "edit_grad",
-    "edit_grads",
-    "edit_input",
-    "edit_inputs",
     "edit_output",
     "edit_outputs",
     "feature_extractor",
-    "flatten_model",
-    "has_params",
-    "hook_all",
-    "hook_attention",
     "hook_function",
-    "hook_input",
     "hook_inputs",
     "hook_output",
     "hook_outputs",
-    "hook_tensor",
-    "in_channels",
-    "layer_info",
-    "leaf_modules",
-    "model_sizes",
-    "module_summary",
-    "num_features_model",
     "patch_from",
-    "print_sizes",
-    "replace",
-    "report",
-    "scale",
     "select",
-    "select_params",
-    "skip_module",
     "summary",
-    "swap",
-    "total_params",
-    "unwrap",
     "watch",
     "zero",
 ]
+
+_MODULES = ["bridges", "callbacks", "edits", "errors", "fastai", "plotting", "records", "testing"]
+
+
+def __dir__() -> list[str]:
+    """What completion offers: the names above, and the modules that have the others."""
+    return sorted([*__all__, *_MODULES, "__version__"])
+
+
+def __getattr__(name: str) -> ModuleType:
+    """A module that is loaded when it is asked for."""
+    if name in _MODULES:
+        return import_module(f"hookkit.{name}")
+    raise AttributeError(f"module 'hookkit' has no attribute {name!r}")

@@ -22,6 +22,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+__all__ = [
+    "ArgumentError",
+    "CompiledWarning",
+    "HookError",
+    "HookkitError",
+    "HookkitWarning",
+    "MissingExtraError",
+    "ModelRunError",
+    "NeverFiredWarning",
+    "NonFiniteError",
+    "OptionError",
+    "OverwrittenWarning",
+    "SelectionError",
+]
+
 
 class HookkitError(Exception):
     """Base of every error that hookkit raises itself."""

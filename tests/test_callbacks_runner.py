@@ -5,8 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from learners import EventLog
-from learners import quiet as quiet_learner
+from learners import EventLog, quiet as quiet_learner
 
 from hookkit.callbacks import Callback
 from hookkit.errors import ArgumentError, HookError, HookkitWarning, OptionError

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from names import names
 from torch import nn
 
 import hookkit
@@ -280,6 +281,8 @@ GIVEN: dict[str, Callable[..., Any]] = {
     "SchedulerCallback": partial(hookkit.SchedulerCallback, torch.optim.lr_scheduler.ConstantLR),
     "collect": lambda **kw: hookkit.collect(LINEAR, [torch.ones(1, 2)], "", **kw),
     "compare_models": partial(hookkit.compare_models, LINEAR, LINEAR, torch.ones(1, 2)),
+    "activation_stream": partial(hookkit.activation_stream, LINEAR, [torch.ones(1, 2)], ""),
+    "edit_attention": partial(hookkit.edit_attention, LINEAR, hookkit.zero()),
     "edit_function": partial(hookkit.edit_function, torch.relu, hookkit.zero()),
     "edit_input": partial(hookkit.edit_input, LINEAR, hookkit.zero()),
     "edit_inputs": partial(hookkit.edit_inputs, [LINEAR], hookkit.zero()),
@@ -291,6 +294,7 @@ GIVEN: dict[str, Callable[..., Any]] = {
     "summary": partial(hookkit.summary, LINEAR, torch.ones(1, 2)),
     "watch": partial(watch, LINEAR),
     "ParamStats.grad_norms": lambda **kw: hookkit.ParamStats().grad_norms(**kw),
+    "hook_attention": partial(hookkit.hook_attention, LINEAR),
     "hook_function": partial(hookkit.hook_function, torch.relu),
     "hook_input": partial(hookkit.hook_input, LINEAR),
     "hook_inputs": partial(hookkit.hook_inputs, [LINEAR]),
@@ -308,8 +312,7 @@ MADE_HERE |= {"Learner", "Recorder"}  # whose options are Python's to refuse
 
 def flags() -> Iterator[tuple[str, str]]:
     """(function, argument) of every argument of the public names that is annotated as a bool."""
-    for name in hookkit.__all__:
-        thing = getattr(hookkit, name)
+    for name, thing in names().items():
         if not callable(thing) or (isinstance(thing, type) and issubclass(thing, BaseException)):
             continue
         methods = vars(thing).items() if isinstance(thing, type) else ()

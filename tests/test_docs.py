@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from names import names
 from test_readme import run
 
 import hookkit
@@ -63,7 +64,7 @@ def test_the_call_of_layer_info_that_is_shown_runs() -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    public = {*hookkit.__all__, *plotting.__all__} - {"__version__"}
+    public = {*names(), *plotting.__all__}
 
     assert public - described() == set()
 
@@ -71,11 +72,11 @@ def test_the_reference_has_every_public_name() -> None:
 def test_every_page_is_in_a_list_of_pages() -> None:
     listed = set()
     for page in PAGES:
-        for names in re.findall(
+        for listing in re.findall(
             r"^```\{toctree\}\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S
         ):
             folder = Path(page).parent
-            listed |= {str(folder / n) + ".md" for n in names.splitlines() if n and n[0] != ":"}
+            listed |= {str(folder / n) + ".md" for n in listing.splitlines() if n and n[0] != ":"}
 
     assert {p for p in PAGES if p not in listed} == {"index.md"}
 
@@ -122,7 +123,7 @@ RESULTS = {
 
 def callables() -> list[tuple[str, Any]]:
     """Public functions, and classes that a user makes, by name."""
-    found = {n: getattr(m, n) for m in (plotting, hookkit) for n in m.__all__ if n != "__version__"}
+    found = {n: getattr(plotting, n) for n in plotting.__all__} | names()
     errors = {n for n, o in found.items() if isinstance(o, type) and issubclass(o, BaseException)}
     return [(n, o) for n, o in sorted(found.items()) if n not in RESULTS | errors]
 

@@ -1,35 +1,60 @@
-"""The names that `hookkit` exports: sorted, complete, documented, and its own."""
+"""The names that `hookkit` exports: few at the top, all documented, each with a home."""
 
 import inspect
+import subprocess
+import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+from names import names
 
 import hookkit
 
+HOMES = ("edits", "callbacks", "errors", "fastai")
 
-def test_all_is_sorted_without_repeats() -> None:
+
+def test_twenty_five_names_are_at_the_top_and_in_completion() -> None:
     assert list(hookkit.__all__) == sorted(set(hookkit.__all__))
+    assert len(hookkit.__all__) == 25
+    assert set(dir(hookkit)) - set(hookkit.__all__) == {
+        *HOMES, "__version__", "bridges", "plotting", "records", "testing"
+    }  # fmt: skip
+    assert all(hasattr(hookkit, name) for name in dir(hookkit))
 
 
-@pytest.mark.parametrize("name", hookkit.__all__)
-def test_every_export_is_there_and_documented(name: str) -> None:
-    thing = getattr(hookkit, name)
+@pytest.mark.parametrize("name", names())
+def test_every_name_is_documented(name: str) -> None:
+    assert inspect.getdoc(getattr(hookkit, name))
 
-    assert name == "__version__" or inspect.getdoc(thing)
+
+@pytest.mark.parametrize("home", HOMES)
+def test_what_a_module_exports_is_the_same_thing_at_the_top(home: str) -> None:
+    module = import_module(f"hookkit.{home}")
+    exported = {n: getattr(module, n) for n in module.__all__}
+
+    assert exported
+    assert {n: v for n, v in exported.items() if names().get(n, v) is not v} == {}
+    assert all(inspect.getdoc(v) for v in exported.values() if callable(v))
 
 
 def test_no_module_bears_a_public_functions_name() -> None:
     modules = {p.stem for p in Path(hookkit.__file__).parent.rglob("*") if p.suffix in ("", ".py")}
 
-    assert modules & set(hookkit.__all__) == set()
+    assert modules & set(names()) == set()
 
 
-def test_everything_public_in_the_namespace_is_exported() -> None:
-    public = {
-        n
-        for n, v in vars(hookkit).items()
-        if not n.startswith("_") and not inspect.ismodule(v) and n != "annotations"
-    }
-
-    assert public - set(hookkit.__all__) == set()
+def test_the_star_of_fastais_names_replaces_no_learner() -> None:
+    code = """
+Learner = Callback = DataLoaders = Recorder = "fastai's"
+from hookkit.fastai import *
+assert Learner == Callback == DataLoaders == Recorder == "fastai's"
+assert hook_outputs and ActivationStats and model_sizes
+import hookkit
+assert hookkit.plotting.__all__
+try:
+    hookkit.sumary
+except AttributeError as e:
+    assert "no attribute 'sumary'" in str(e)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

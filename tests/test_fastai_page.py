@@ -6,9 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from fastcore.test import test_close as is_close
-from fastcore.test import test_eq as equal
-from fastcore.test import test_stdout as prints
+from fastcore.test import test_close as is_close, test_eq as equal, test_stdout as prints
 from learners import conv_layer
 from torch import nn
 

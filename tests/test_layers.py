@@ -26,7 +26,7 @@ ROWS = [
     {"recording", "live"},
     {"stats"},
     {"learner", "watching"},
-    {"bridges", "testing", "demo"},
+    {"bridges", "testing", "demo", "edits", "fastai"},
 ]
 ROW = {name: i for i, row in enumerate(ROWS) for name in row}
 

@@ -8,8 +8,17 @@ import pytest
 import torch
 
 from hookkit.moments.bins import SAMPLE, LogBins, RangeBins, narrowed, sample_of
-from hookkit.moments.rows import CHUNK, EMPTY, FIELDS, array_row, flat, merge, moments, plain
-from hookkit.moments.rows import statistics as statistics_of
+from hookkit.moments.rows import (
+    CHUNK,
+    EMPTY,
+    FIELDS,
+    array_row,
+    flat,
+    merge,
+    moments,
+    plain,
+    statistics as statistics_of,
+)
 
 
 def truth(x: torch.Tensor, eps: float) -> list[float]:

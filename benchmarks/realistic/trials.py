@@ -31,8 +31,7 @@ from torch.optim import Optimizer
 
 from hookkit.records import Run
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
-from hookkit.watching import Watcher
-from hookkit.watching import watch as hookkit_watch
+from hookkit.watching import Watcher, watch as hookkit_watch
 
 Watch = Callable[..., AbstractContextManager[Watcher]]
 Train = Callable[[Watch], float]
