@@ -18,7 +18,7 @@ from hookkit.errors import MissingExtraError, OptionError
 from hookkit.testing import synth_learner
 
 accelerate = pytest.importorskip("accelerate")
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "processes.md"
 
 
 def quiet(**kwargs: Any) -> Any:
@@ -136,10 +136,10 @@ def launchers(folder: Path) -> dict[str, list[str]]:
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["torchrun", "accelerate launch", "accelerate launch over MPI"])
-def test_the_readmes_script_runs_under(way: str, tmp_path: Any) -> None:
+def test_the_script_of_the_page_runs_under(way: str, tmp_path: Any) -> None:
     if way.endswith("MPI") and shutil.which("mpirun") is None:
         pytest.skip("there is no mpirun")
-    (code,) = re.findall(r"^```py\n(.*?)^```\n", README.read_text(), re.M | re.S)
+    code = re.findall(r"^```py\n(.*?)^```\n", PAGE.read_text(), re.M | re.S)[0]
     code += """
 found = [p.tolist() for p in learn.model.parameters()], preds.tolist(), learn.recorder.values
 with open(f"seen{torch.distributed.get_rank()}", "w") as file:

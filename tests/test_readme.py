@@ -4,6 +4,8 @@ import contextlib
 import io
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,20 +37,28 @@ def run(text: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def test_every_block_runs_and_prints_what_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for library in ("matplotlib", "pandas", "tqdm"):
-        pytest.importorskip(library)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MPLBACKEND", os.environ.get("MPLBACKEND", "Agg"))
-    monkeypatch.delenv("COLUMNS", raising=False)  # the width that a terminal, or pytest, has set
+@pytest.mark.parametrize("n", range(4))
+def test_each_block_runs_alone_and_prints_what_is_shown(n: int, tmp_path: Path) -> None:
+    code, shown = blocks(README.read_text())[n]
+    env = {k: v for k, v in os.environ.items() if k != "COLUMNS"} | {"PYTHONUTF8": "1"}
 
-    pairs = run(README.read_text())
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
 
-    assert len(pairs) >= 2
-    for shown, printed in pairs:
-        assert printed == shown
+    assert done.stderr == ""
+    assert stripped(done.stdout) == stripped(shown or "")
+
+
+def test_all_blocks_are_run_and_are_narrow_and_short_enough() -> None:
+    found = blocks(README.read_text())
+
+    assert len(found) == 4
+    for code, shown in found[:3]:  # the fourth is a class
+        lines = [line for line in code.splitlines() if line and "import" not in line]
+        assert len(lines) <= 9
+        assert shown
+    assert max(len(line) for code, _ in found for line in code.splitlines()) <= 88
 
 
 def test_a_wrong_output_is_seen() -> None:
