@@ -39,7 +39,8 @@ Call the class: ReLU(…).
     if isinstance(module, type) and issubclass(module, nn.Module):
         cure = f"Call the class: {module.__name__}(…)."
     elif isinstance(module, str):
-        found, cure = f'the string "{module:.60}"', "select(model, name) finds modules by name."
+        found = f'the string "{module:.60}"'
+        cure = hint or "select(model, name) finds modules by name."
     raise ArgumentError(f"{who}: expected an nn.Module, found {found}. {cure}")
 
 

@@ -34,6 +34,8 @@ def test_every_call_of_every_module_is_captured_and_the_run_is_bit_identical(ent
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         modules = hookable(model)
+        if not modules:
+            pytest.skip("no module to hook")
         with (
             hook_inputs(modules, keep="all") as before,
             hook_outputs(modules, keep="all") as after,
@@ -73,6 +75,8 @@ def test_gradients_of_every_output_are_those_of_a_hand_tapped_model(entry: Entry
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         modules = hookable(model)
+        if not modules:
+            pytest.skip("no module to hook")
         with hook_outputs(modules, grad=True, keep="all") as h:
             got = backward(entry, model)
 

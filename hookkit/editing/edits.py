@@ -22,7 +22,7 @@ from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.hooks import FunctionHooks, Hooks, recomputing
 from hookkit.hooks.attach import brief, check_hookable, is_compiling
 from hookkit.hooks.block import KINDS, NOT_WANTED, Block
-from hookkit.hooks.collection import Modules, Named, named_modules_of
+from hookkit.hooks.collection import Modules, Named, named_modules_of, some
 from hookkit.hooks.functions import Within, function_kind
 
 Function = Callable[..., Any]
@@ -281,7 +281,7 @@ def _edits(
     elif who in ("edit_output", "edit_input", "edit_grad"):
         named = modules
     else:
-        named = named_modules_of(modules, who)
+        named = some(named_modules_of(modules, who), who)
     block = edit_block(who, kind, f, calls, prepend)
     once = {(id(m), leaf): (n, m, leaf) for n, m, leaf in named}
     return Hooks.made_of(list(once.values()), block, modules)

@@ -187,8 +187,13 @@ _SINGLE = ("hook_output", "hook_input", "edit_output", "edit_input", "edit_grad"
 def check_hookable(module: Any, who: str) -> None:
     """Raises unless `module` is an nn.Module that runs its Python hooks: not scripted or traced."""
     if not isinstance(module, nn.Module):
-        several = who in _SINGLE and isinstance(module, Mapping | list | tuple)
-        check_module(who, module, f"{who}s takes several." if several else "")
+        hint = ""
+        if who in _SINGLE and isinstance(module, str):
+            more = ", …" if who.startswith("edit") else ""
+            hint = f'By name: {who}s(select(model, "{module:.60}"){more}).'
+        elif who in _SINGLE and isinstance(module, Mapping | list | tuple):
+            hint = f"{who}s takes several."
+        check_module(who, module, hint)
     if isinstance(module, torch.jit.ScriptModule) and not can_run(module):
         raise HookError(
             f"{who}: {getattr(module, 'original_name', type(module).__name__)} is scripted or "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 
 from hookkit import ranks
-from hookkit.errors import ArgumentError, SelectionError, nearest
+from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
 from hookkit.hooks.attach import check_hookable
 from hookkit.hooks.block import Block, Registered, reasons
 from hookkit.hooks.hook import Hook, kind_of
@@ -92,7 +92,7 @@ class Hooks(Registered):
     @classmethod
     def made(cls, ms: Modules, block: Block) -> Hooks:
         """Registered hooks of `block` on `ms`."""
-        return cls.made_of(named_modules_of(ms, block.who), block, ms)
+        return cls.made_of(some(named_modules_of(ms, block.who), block.who), block, ms)
 
     @classmethod
     def made_of(cls, named: list[Named], block: Block, ms: Any = None) -> Hooks:
@@ -194,6 +194,16 @@ class Hooks(Registered):
         """
         return save(self, path)
 
+    def __getattr__(self, name: str) -> Any:
+        """Only for a name that is not there: a layer that is meant."""
+        named = vars(self).get("hooks", ()) if not name.startswith("_") else ()
+        cure = (
+            f' Its hooks are read by name: h["{name}"].'
+            if any(h.name == name for h in named)
+            else ""
+        )
+        raise AttributeError(f"Hooks have no {name!r}.{cure}", name=name, obj=self)
+
     def __len__(self) -> int:
         return len(self.hooks)
 
@@ -230,6 +240,15 @@ class Hooks(Registered):
         held = [f"{name} {text}" for name, h in pairs if (text := h._held())]
         shown = f": {', '.join(held[:4])}{', …' if held[4:] else ''}" if held else ""
         return f"Hooks({few}{shown})"
+
+
+def some(named: list[Named], who: str) -> list[Named]:
+    """`named`, which is not empty."""
+    if not named:
+        raise OptionError(
+            f"{who}: no module was given. Give some, such as select(model, nn.Linear)."
+        )
+    return named
 
 
 def named_modules_of(ms: Any, who: str) -> list[Named]:

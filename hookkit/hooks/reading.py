@@ -149,6 +149,17 @@ class Reading(HookEntry):
             stacklevel=4,
         )
 
+    def __getattr__(self, name: str) -> Any:
+        """Only for a name that is not there: what somebody looks for in the tensor."""
+        if name.startswith("_"):
+            raise AttributeError(f"'Hook' object has no attribute {name!r}")
+        cure = ".stored" if name in ("output", "outputs", "value", "grad") else f".stored.{name}"
+        raise AttributeError(
+            f"a Hook has no {name!r}: what it stored is in .stored. Write {cure}.",
+            name=name,
+            obj=self,
+        )
+
     @property
     def fired(self) -> bool:
         """Whether it has stored something, or seen a call that stores nothing."""

@@ -84,6 +84,7 @@ def _jsonl(file: str) -> Scalars:
 
 
 _FILES = {".csv": _csv, ".jsonl": _jsonl}
+_TRACKERS = ("wandb", "mlflow", "trackio")
 # TensorBoard's; mlflow's, Comet's and Lightning's; wandb's, trackio's and accelerate's
 _METHODS = {"add_scalar": _add_each, "log_metrics": _dict, "log": _dict}
 
@@ -98,10 +99,16 @@ def as_target(who: str, writer: Any) -> Target:
     if isinstance(writer, (str, os.PathLike)):
         path = check_path(who, writer, "target")
         if path.suffix.lower() not in _FILES:
+            name = path.name.lower()
+            cure = (
+                "or for TensorBoard give torch.utils.tensorboard.SummaryWriter(log_dir), which "
+                'needs tensorboard: pip install "hookkit[tensorboard]".'
+            )
+            if name in _TRACKERS:
+                cure = f"or give the tracker itself: import {name}; {who}({name})."
             raise OptionError(
-                f'{who}("{path}"): a file to log to ends in {" or ".join(_FILES)}. Name it so; or '
-                f"for TensorBoard give torch.utils.tensorboard.SummaryWriter(log_dir), which needs "
-                f'tensorboard: pip install "hookkit[tensorboard]".'
+                f'{who}("{path}"): a file to log to ends in {" or ".join(_FILES)}. Name it so; '
+                f"{cure}"
             )
         file = os.path.realpath(path)
         return Target(file, _FILES[path.suffix.lower()](file))

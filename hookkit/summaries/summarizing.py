@@ -86,10 +86,20 @@ def summary(
     """
     view = _checked(model, opt, fold, depth, columns)
     tree = Tree(model)
-    inputs = Inputs(_sized(tree, args), {**kwargs, **(model_kwargs or {})})
+    given = _sized(tree, args)
+    inputs = Inputs(given, {**kwargs, **(model_kwargs or {})})
     if not inputs and not inputs.kwargs:
         return build(tree, None, opt, view)
-    return run_summary(tree, inputs, opt, view)
+    try:
+        return run_summary(tree, inputs, opt, view)
+    except RuntimeError as e:
+        if given is not args and any(isinstance(m, nn.Embedding) for m in tree.model.modules()):
+            shape = ", ".join(map(str, given[0].shape))
+            e.add_note(
+                f"summary made a batch of floats of the size {args[0]}, and an Embedding takes "
+                f"whole numbers: summary(model, torch.zeros({shape}, dtype=torch.long))"
+            )
+        raise
 
 
 def _checked(model: Any, opt: Any, fold: Any, depth: Any, columns: Any) -> dict[str, Any]:
