@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.transforms.post_transforms import SphinxPostTransform
+
 from hookkit import __version__
 from hookkit.events import EVENTS
 
@@ -68,7 +72,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = "hookkit"  # the menu beside it has the version
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_sidebars = {page: [] for page in ("index", "start")}  # nothing is below them
+html_sidebars = {page: [] for page in ("index", "start", "questions")}  # nothing is below them
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
@@ -86,6 +90,31 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 
+class LinkNames(SphinxPostTransform):
+    """Links public names in prose, `watch` or `watch(model)`, to the reference."""
+
+    default_priority = 5  # before references are resolved
+
+    def run(self, **_: Any) -> None:
+        """Called for each page."""
+        if self.env.docname.startswith("reference/"):
+            return
+        known = self.env.domains["py"].data["objects"]
+        for node in list(self.document.findall(nodes.literal)):
+            name = re.match(r"(\w+)(\(.*\))?$", node.astext())
+            if (
+                name
+                and f"hookkit.{name[1]}" in known
+                and not isinstance(node.parent, nodes.reference)
+            ):
+                link = addnodes.pending_xref(
+                    "", refdomain="py", reftype="obj", reftarget=f"hookkit.{name[1]}", refwarn=False
+                )
+                link["refdoc"] = self.env.docname
+                node.replace_self(link)
+                link += node
+
+
 def _join_names(*args: Any) -> None:
     """Writes `:ivar a,b:` for `:ivar a, b:`, which Sphinx reads as a variable b of type a."""
     lines = args[-1]
@@ -95,3 +124,4 @@ def _join_names(*args: Any) -> None:
 def setup(app: Any) -> None:
     """Runs after napoleon, whose priority is 500."""
     app.connect("autodoc-process-docstring", _join_names, priority=600)
+    app.add_post_transform(LinkNames)
