@@ -1,4 +1,4 @@
-"""What it costs to see calls of torch functions, in a forward and while training.
+"""What it costs to see calls of torch functions, and attention patterns, in a forward.
 
 Of the MLP each functional ReLU is stored, of the GPT each call of fused attention. PyTorch shows
 calls of functions to a function mode, and makes every torch function slower while one is on; the
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hookkit import ActivationStats, hook_function, select, watch
+from hookkit import hook_attention, hook_function, select
 
 SDPA = F.scaled_dot_product_attention
 Runs = dict[str, Callable[[], Any]]
@@ -31,11 +31,7 @@ FORWARD = [
     ("hook_function(within=…)", "a function mode that stores clones"),
     ("hook_function(within=…, inputs=True)", "a function mode that stores clones"),
 ]
-TRAINING = [
-    ("ActivationStats()", "bare"),
-    ("ActivationStats(functions=…)", "bare"),
-    ("ActivationStats(functions=…, every=10)", "ActivationStats(every=10)"),
-]
+ATTENTION = ("hook_attention", "a function mode that stores clones")
 
 
 class Layer(nn.Module):
@@ -94,39 +90,8 @@ def forwards(model: nn.Module, x: Tensor, f: Any, names: str) -> Runs:
         "hook_function(within=…, inputs=True)": inside(
             lambda: hook_function(f, chosen, inputs=True)
         ),
+        **({"hook_attention": inside(lambda: hook_attention(chosen))} if f is SDPA else {}),
     }
-
-
-def trainings(model: nn.Module, x: Tensor) -> tuple[Runs, list[Any]]:
-    """The methods on ten training steps, and the watchers that have to be left."""
-    opened = []
-
-    def loop(stats: ActivationStats | None) -> Callable[[], Any]:
-        torch.manual_seed(0)
-        own = nn.Sequential(*[type(m)() for m in model.children()]).to(x.device)
-        opt = torch.optim.SGD(own.parameters(), lr=1e-4)
-        if stats is not None:
-            opened.append(watch(own, opt, stats).__enter__())
-
-        def run() -> None:
-            for _ in range(10):
-                own(x).sum().backward()
-                opt.step()
-                opt.zero_grad()
-
-        return run
-
-    functions = [F.relu, SDPA]
-    runs = {
-        AGAIN: loop(None),
-        "ActivationStats()": loop(ActivationStats()),
-        "ActivationStats(functions=…)": loop(ActivationStats(functions=functions)),
-        "ActivationStats(every=10)": loop(ActivationStats(every=10)),
-        "ActivationStats(functions=…, every=10)": loop(
-            ActivationStats(functions=functions, every=10)
-        ),
-    }
-    return {"bare": loop(None), **runs}, opened
 
 
 def ratios(runs: Runs, bare: Callable[[], Any], rounds: int, device: str) -> dict[str, float]:
@@ -150,12 +115,8 @@ def rows(full: bool, device: str) -> Iterator[Row]:
         model, x = model.to(device), x.to(device)
         with torch.no_grad():
             found = ratios(forwards(model, x, *rest), lambda m=model, x=x: m(x), rounds, device)
-        yield from against(f"{name}: a forward", found, FORWARD)
-        runs, opened = trainings(model, x)
-        found = ratios(runs, runs.pop("bare"), rounds // 4, device)
-        for w in opened:
-            w.__exit__(None, None, None)
-        yield from against(f"{name}: ten training steps", found, TRAINING)
+        pairs = [*FORWARD, ATTENTION] if "hook_attention" in found else FORWARD
+        yield from against(f"{name}: a forward", found, pairs)
 
 
 if __name__ == "__main__":
