@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 import warnings
 from typing import Any
 
@@ -431,3 +432,18 @@ def test_a_recorder_belongs_to_one_run():
             watch(model, opt, used).start()
 
     assert len(acts.record()) == 3
+
+
+def test_a_training_in_another_thread_is_warned_of_and_one_of_a_copy_is_not():
+    model = net(1)
+
+    def run(trained: nn.Module) -> None:
+        thread = threading.Thread(target=train, args=(trained, sgd(trained)))
+        thread.start()
+        thread.join()
+
+    elsewhere = pytest.warns(HookkitWarning, match="was trained in another thread")
+    with elsewhere, watch(model, None, ActivationStats()):
+        run(model)
+    with watch(model, None, ActivationStats()):
+        run(copy.deepcopy(model))

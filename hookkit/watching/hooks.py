@@ -50,13 +50,14 @@ class LoopHooks:
         root_ran: a training forward of the model itself was seen.
         in_graph: the model ran inside a graph that `torch.compile` made of something around it.
         loss_twice: the loss function was called again within a batch.
+        elsewhere: a training forward was seen in another thread.
     """
 
     loop: WatchedLoop
 
     def __init__(self, model: nn.Module) -> None:
         self.outer, self.model = model, unwrap(model)
-        self.root_ran = self.in_graph = self.loss_twice = False
+        self.root_ran = self.in_graph = self.loss_twice = self.elsewhere = False
         self._first_part: nn.Module | None = None  # the part that began the batch
         self._of_model: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
         self._begin()
@@ -138,6 +139,8 @@ class LoopHooks:
             if self._depth == 1:
                 self._error = sys.exception()
                 self._begin_forward(self.model, args, kwargs)
+        elif module.training and get_ident() != self._thread and graph_task() == -1:
+            self.elsewhere |= torch.is_grad_enabled() and "_is_replica" not in module.__dict__
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._evaluates:
