@@ -64,6 +64,7 @@ hook_output(net, detatch=False)  # wrong
 with hook_outputs(select(net, "0")) as h:
     net(x)
 h.storde  # wrong
+h["0"].storde  # wrong
 h["0"].stored.shape
 
 run = Run.load("run.npz")

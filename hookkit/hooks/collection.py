@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torch import Tensor, nn
 from torch.jit import ScriptModule
@@ -194,15 +194,13 @@ class Hooks(Registered):
         """
         return save(self, path)
 
-    def __getattr__(self, name: str) -> Any:
-        """Only for a name that is not there: a layer that is meant."""
-        named = vars(self).get("hooks", ()) if not name.startswith("_") else ()
-        cure = (
-            f' Its hooks are read by name: h["{name}"].'
-            if any(h.name == name for h in named)
-            else ""
-        )
-        raise AttributeError(f"Hooks have no {name!r}.{cure}", name=name, obj=self)
+    if not TYPE_CHECKING:  # a checker shall see a misspelt name
+
+        def __getattr__(self, name: str) -> Any:
+            """Only for a name that is not there: a layer that is meant."""
+            found = any(h.name == name for h in vars(self).get("hooks", ()))
+            cure = f' Its hooks are read by name: h["{name}"].' if found else ""
+            raise AttributeError(f"Hooks have no {name!r}.{cure}", name=name, obj=self)
 
     def __len__(self) -> int:
         return len(self.hooks)

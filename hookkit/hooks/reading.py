@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fastcore.foundation import L
@@ -149,16 +149,13 @@ class Reading(HookEntry):
             stacklevel=4,
         )
 
-    def __getattr__(self, name: str) -> Any:
-        """Only for a name that is not there: what somebody looks for in the tensor."""
-        if name.startswith("_"):
-            raise AttributeError(f"'Hook' object has no attribute {name!r}")
-        cure = ".stored" if name in ("output", "outputs", "value", "grad") else f".stored.{name}"
-        raise AttributeError(
-            f"a Hook has no {name!r}: what it stored is in .stored. Write {cure}.",
-            name=name,
-            obj=self,
-        )
+    if not TYPE_CHECKING:  # a checker shall see a misspelt name
+
+        def __getattr__(self, name: str) -> Any:
+            """Only for a name that is not there: what somebody looks for in the tensor."""
+            of_it = "" if name in ("output", "outputs", "value", "grad") else f".{name}"
+            cure = f"what it stored is in .stored. Write .stored{of_it}."
+            raise AttributeError(f"a Hook has no {name!r}: {cure}", name=name, obj=self)
 
     @property
     def fired(self) -> bool:
