@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 multiprocessing.set_forkserver_preload(
-    ["hookkit", "pytest", "torch._dynamo", "torch.distributed.fsdp", "accelerate"]
+    ["hookkit", "pytest", "torch._dynamo", "torch.distributed.fsdp", "accelerate", "torchmetrics"]
 )
 
 

@@ -5,8 +5,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
 from collections import UserDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -432,42 +430,6 @@ def test_what_was_killed_goes_on_where_it_was(
     for file in ("0.npy", "ids.npy"):
         a, b = (tmp_path / name / "rank0" / file for name in ("acts", "whole"))
         assert a.read_bytes() == b.read_bytes()
-
-
-SCRIPT = """
-import sys, torch
-from hookkit import collect
-from hookkit.collecting import files
-files._EVERY_BYTES = 50_000
-torch.manual_seed(0)
-net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 32)).eval()
-x = torch.randn(4000, 8)
-print("begun", flush=True)
-collect(net, [*x.split(7)], ["0", "1", "2"], sys.argv[1])
-"""
-
-
-@pytest.mark.slow
-def test_kills_at_any_moment_lose_no_row_and_add_none(tmp_path: Path) -> None:
-    def run(folder: str, kill_after_s: float | None = None) -> int:
-        command = [sys.executable, "-c", SCRIPT, str(tmp_path / folder)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            try:
-                return process.wait(kill_after_s)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                return process.wait()
-
-    codes = [run("killed", 0.02 * (i + 1)) for i in range(6)]
-    assert run("killed") == run("whole") == 0
-
-    assert -signal.SIGKILL in codes
-    killed, whole = Activations(tmp_path / "killed"), Activations(tmp_path / "whole")
-    assert killed.ids.tolist() == [*range(4000)]
-    for name in whole:
-        assert torch.equal(killed[name][:], whole[name][:])
 
 
 def test_an_error_keeps_what_was_whole(tmp_path: Path) -> None:

@@ -125,9 +125,7 @@ def launchers(folder: Path) -> dict[str, list[str]]:
         port = probe.getsockname()[1]
     (folder / "hosts").write_text("127.0.0.1 slots=2\n")
     by_mpi = ["--cpu", f"--mpirun_hostfile={folder / 'hosts'}", f"--main_process_port={port}"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return {
-        "torchrun": torchrun,
         "accelerate launch": [*launch, "--multi_gpu", f"--main_process_port={port}"],
         "accelerate launch over MPI": [*launch, *by_mpi],
     }
@@ -135,7 +133,7 @@ def launchers(folder: Path) -> dict[str, list[str]]:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["torchrun", "accelerate launch", "accelerate launch over MPI"])
+@pytest.mark.parametrize("way", ["accelerate launch", "accelerate launch over MPI"])
 def test_the_script_of_the_page_runs_under(way: str, tmp_path: Any) -> None:
     if way.endswith("MPI") and shutil.which("mpirun") is None:
         pytest.skip("there is no mpirun")

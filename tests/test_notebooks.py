@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
+jupyter_client = pytest.importorskip("jupyter_client")
 pytest.importorskip("ipykernel")
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "nbs").glob("*.ipynb"))
@@ -60,15 +62,37 @@ def needed(cell: Any) -> list[str]:
     return [tag.removeprefix("needs-") for tag in tags if tag.startswith("needs-")]
 
 
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Any]:
+    """One kernel for all notebooks, which is emptied between them: each new one costs seconds."""
+    manager = jupyter_client.KernelManager(kernel_name="python3")
+    env = {k: v for k, v in os.environ.items() if k != "MPLBACKEND"}  # the kernel has its own
+    manager.start_kernel(env=env)
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
+def executed(book: Any, kernel: Any, folder: Path) -> Any:
+    """The notebook, run in `folder`, with nothing in the kernel's namespace before it."""
+    empty = "get_ipython().reset(); import matplotlib.pyplot; matplotlib.pyplot.close('all')"
+    first = nbformat.v4.new_code_cell(f"{empty}; import os; os.chdir({str(folder)!r}); del os")
+    book.cells.insert(0, first)
+    client = nbclient.NotebookClient(book, km=kernel, timeout=300)
+    try:
+        client.execute()
+    finally:
+        client.kc.stop_channels()
+    del book.cells[0]
+    return book
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_notebook_runs_and_shows_what_was_committed(path: Path, tmp_path: Path) -> None:
-    committed, book = read(path), read(path)
-
-    nbclient.NotebookClient(
-        book, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
+def test_notebook_runs_and_shows_what_was_committed(
+    path: Path, kernel: Any, tmp_path: Path
+) -> None:
+    committed, book = read(path), executed(read(path), kernel, tmp_path)
 
     for was, now in zip(code_cells(committed), code_cells(book), strict=True):
         if "varies" not in was.metadata.get("tags", []):
@@ -150,15 +174,14 @@ PICTURES_OF_CELLS = [0, 1, 1, 1, 1, 1, 1, 1, 2, 2]
 
 
 @pytest.mark.slow
-def test_a_notebook_shows_a_picture_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_shows_a_picture_once(kernel: Any, tmp_path: Path) -> None:
     for library in ("matplotlib", "matplotlib_inline"):
         pytest.importorskip(library)
-    monkeypatch.delenv("MPLBACKEND", raising=False)  # a notebook's own backend is the inline one
     book = nbformat.v4.new_notebook()
     code = DRAWN.format(tests=str(Path(__file__).parent))
     book.cells = [nbformat.v4.new_code_cell(cell.strip()) for cell in code.split("---")]
 
-    nbclient.NotebookClient(book, timeout=120, kernel_name="python3").execute()
+    executed(book, kernel, tmp_path)
 
     shown = [sum("image/png" in out.get("data", {}) for out in c.outputs) for c in book.cells]
     assert shown == PICTURES_OF_CELLS

@@ -74,37 +74,22 @@ def never_ran(run: Run) -> Run:
     return replace(each(emptied, run), losses=np.full(run.n_steps, np.nan))
 
 
-def deep(n: int) -> Run:
-    return made.run([(f"{i}", ("Linear", "ReLU")[i % 2]) for i in range(64)], n)
-
-
 RUNS: dict[str, Callable[[], Run]] = {
-    "small": lambda: made.run(n=40, epoch=10),
     "no steps": lambda: made.run(n=0),
-    "one step": lambda: made.run(n=1),
     "292 layers": lambda: made.run(made.transformer_names(), 4, epoch=2),
     "2,000 steps": lambda: made.run(n=2000),
     "never ran": lambda: never_ran(made.run(n=20)),
-    "all zero": lambda: blown_up(made.run(n=20), 0.0),
     "exploding": lambda: made.exploding(made.run(n=40, epoch=10)),
-    "dead": lambda: made.dead(made.run(made.resnet_names(), 40)),
-    "deep, broken at the end": lambda: blown_up(deep(6), np.nan, slice(3, None)),
+    "broken at the end": lambda: blown_up(made.run(made.resnet_names(), 6), np.nan, slice(3, None)),
     "broken throughout": lambda: blown_up(made.run(n=4), np.inf),
-    "negative": lambda: blown_up(made.run(n=9), -3.0),
 }
-PAINTED = {"small", "292 layers", "2,000 steps"}  # of others the layout is as good a proof
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PICTURES)
 @pytest.mark.parametrize("state", RUNS)
 def test_every_picture_of_every_run_draws_without_a_warning(name: str, state: str) -> None:
-    picture = PICTURES[name](RUNS[state]())
-
-    if state in PAINTED:
-        assert plotting.png(picture, dpi=30).startswith(b"\x89PNG")
-    else:
-        picture.figure.draw_without_rendering()
+    PICTURES[name](RUNS[state]()).figure.draw_without_rendering()
 
 
 # --- figures and files

@@ -283,19 +283,19 @@ class Nest(nn.Module):
 
 add(
     "deep_nesting",
-    lambda: Nest(49).eval(),
+    lambda: Nest(19).eval(),
     rand(B, 4),
-    params=50 * (8 + 20 + 20),
-    macs=50 * B * 32,
-    note="350 modules, 50 levels",
+    params=20 * (8 + 20 + 20),
+    macs=20 * B * 32,
+    note="140 modules, 20 levels",
 )
 add(
     "wide_flat",
-    lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(300))).eval(),
+    lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(100))).eval(),
     rand(B, 4),
-    params=300 * 20,
-    macs=300 * B * 16,
-    note="300 equal siblings",
+    params=100 * 20,
+    macs=100 * B * 16,
+    note="100 equal siblings",
 )
 
 
