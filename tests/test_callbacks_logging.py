@@ -4,8 +4,6 @@ import copy
 import csv
 import json
 import pickle
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from learners import quiet
+from processes import started
 from torch import nn
 
 from hookkit import (
@@ -28,6 +27,7 @@ from hookkit import (
     ranks,
     watch,
 )
+from hookkit.testing import synth_learner
 
 
 class Tracker:
@@ -279,17 +279,11 @@ def test_a_second_fit_begins_a_new_file_or_appends(append: bool, n: int, tmp_pat
 # --- lines
 
 
-LOOP = """
-import sys
-from hookkit import ActivationStats, CSVLogger, LogTo
-from hookkit.testing import synth_learner
-
-folder = sys.argv[1]
-cbs = [CSVLogger(), LogTo(f"{folder}/a.csv", every=1), LogTo(f"{folder}/b.jsonl", every=1)]
-learn = synth_learner(cbs=[*cbs, ActivationStats(include_paramless=True)], path=folder)
-learn.logger = lambda row: None
-learn.fit(10_000)
-"""
+def logged_for_ever(folder: Path) -> None:
+    cbs = [CSVLogger(), LogTo(folder / "a.csv", every=1), LogTo(folder / "b.jsonl", every=1)]
+    learn = synth_learner(cbs=[*cbs, ActivationStats(include_paramless=True)], path=folder)
+    learn.logger = lambda row: None
+    learn.fit(10_000)
 
 
 def n_lines(path: Path) -> int:
@@ -298,11 +292,11 @@ def n_lines(path: Path) -> int:
 
 @pytest.mark.slow
 def test_a_killed_training_leaves_whole_lines(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", LOOP, str(tmp_path)])
-    while process.poll() is None and n_lines(tmp_path / "b.jsonl") < 27:
+    process = started(logged_for_ever, tmp_path)
+    while process.is_alive() and n_lines(tmp_path / "b.jsonl") < 27:
         time.sleep(0.005)
     process.kill()
-    process.wait()
+    process.join()
 
     texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert all(text.endswith("\n") for text in texts.values())

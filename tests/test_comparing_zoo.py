@@ -20,7 +20,7 @@ from hookkit.nested import leaves
 WITHOUT = ("needs_grad", "meta_device", "lazy", "scripted", "traced", "generator_out")
 RUNS = [e for e in ZOO if "raises" not in e.tags and e.name not in WITHOUT]
 WEIGHTED = [e for e in RUNS if e.n_params and "compiled" not in e.tags]
-MOST = 12  # layers of one model that are changed
+MOST = 4  # layers of a model; each costs a comparison
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:LSTM with projections"),
@@ -81,8 +81,7 @@ def changes(model: nn.Module, e: Entry) -> dict[str, str]:
     """Layers whose weights change something, and the module whose output changes first by it."""
     layers = [name for name, m in model.named_modules() if weights(m)]
     before, found = outputs(model, e), {}
-    most = MOST if len(layers) < 100 else 3  # each comparison of those takes half a second
-    for name in layers[:: -(-len(layers) // most)]:
+    for name in layers[:: -(-len(layers) // MOST)]:
         if (first := first_change(before, outputs(nudged(model, name), e))) is not None:
             found[name] = first
     return found

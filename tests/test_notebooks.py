@@ -157,8 +157,6 @@ figure
 ---
 display(plotting.plot_depth(run))
 ---
-plotting.plot_dead(run)
----
 given = plt.figure()
 plotting.plot_stats(run, fig=given)
 ---
@@ -170,7 +168,7 @@ figure
 plt.plot([1, 2])
 plotting.plot_depth(run)
 """
-PICTURES_OF_CELLS = [0, 1, 1, 1, 1, 1, 1, 1, 2, 2]
+PICTURES_OF_CELLS = [0, 1, 1, 1, 1, 1, 1, 2, 2]
 
 
 @pytest.mark.slow

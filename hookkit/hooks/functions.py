@@ -1,9 +1,9 @@
 """Hooks on the calls of torch functions, for what no module computes: fused attention, a softmax.
 
 A `TorchFunctionMode` sees each call of a torch function in its thread while it is on. A wanted one
-runs as the call of a small module, so storing, gradients and edits are those of modules. Which
-module made the call is read from the stack. A function is known by its name without underscores,
-so its forms are one: `F.relu`, `torch.relu_`, `x.relu`; `+` is `add`.
+runs under a `Hook`, so storing, gradients and edits are those of modules. Which module made the
+call is read from the stack. A function is known by its name without underscores, so its forms are
+one: `F.relu`, `torch.relu_`, `x.relu`; `+` is `add`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from inspect import currentframe
@@ -64,8 +64,8 @@ def plain_name(f: Any) -> str:
     return _OPERATORS.get(name, name)
 
 
-class FunctionCall(nn.Module):
-    """The call of a torch function, as a module.
+class FunctionCall:
+    """The call of a torch function, in the place of a module.
 
     Attributes:
         name: of the call: `blocks.3.attn/softmax:0`.
@@ -73,15 +73,27 @@ class FunctionCall(nn.Module):
         owner: the module of `within` that called it; None without.
     """
 
-    def __init__(self, name: str, owner: nn.Module | None) -> None:
-        super().__init__()
-        self.name, self.function = name, None
-        self.__dict__["owner"] = owner  # not as a child
+    __slots__ = ("__weakref__", "function", "hook", "name", "owner")
+    _buffers: Mapping[str, Tensor] = {}  # a module's
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function gives."""
-        function: Any = self.function
-        return function(*args, **kwargs)
+    def __init__(self, name: str, owner: nn.Module | None, block: Block, leaf: str) -> None:
+        self.name, self.function, self.owner = name, None, owner
+        this: Any = self
+        self.hook = Hook.of(this, block, name, leaf)
+        self.hook.registered = True  # by this
+
+    def run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """What the function gives, under the hook, as PyTorch calls a module under its hooks."""
+        self.function, hook, block = function, self.hook, self.hook.switch
+        this: Any = self
+        if block.kind.startswith("pre"):
+            new = hook(this, args, kwargs)
+            args, kwargs = (args, kwargs) if new is None else new
+            return function(*args, **kwargs)
+        out = function(*args, **kwargs)
+        plain = block.fast and not hook.leaf
+        new = hook(this, args, out) if plain else hook(this, args, kwargs, out)
+        return out if new is None else new
 
     def __repr__(self) -> str:
         return self.name
@@ -109,6 +121,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
             _check_torchs(block.who, f)
         self.switch, self.hooks, self.numbered, self.on = block, [], numbered, False
         self.wanted = {plain_name(f) for f in functions}
+        self.others = set[str]()  # names of functions that are not wanted
         self.within = None if within is None else _names_of(block, within)
         self._reset()
 
@@ -118,14 +131,20 @@ class FunctionHooks(Hooks, TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by PyTorch in the place of `func`; the mode is off meanwhile."""
-        kwargs = kwargs or {}
+        kwargs, own = kwargs or {}, getattr(func, "__name__", "")
+        if own in self.others:
+            return func(*args, **kwargs)
         name = plain_name(func)
-        if name in _OPEN and name not in self.wanted and isinstance(func, FunctionType):
+        if name in self.wanted:
+            if not self.switch.on or _is_hookkits():
+                return func(*args, **kwargs)
+            return self._hooked(func, name, args, kwargs)
+        if name in _OPEN and isinstance(func, FunctionType):
             with self._pushed():
                 return _undispatched(func)(*args, **kwargs)
-        if name not in self.wanted or not self.switch.on or _is_hookkits():
-            return func(*args, **kwargs)
-        return self._hooked(func, name, args, kwargs)
+        if name not in _OPEN:
+            self.others.add(own)
+        return func(*args, **kwargs)
 
     def _hooked(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """What `func` gives, called under its hook; without one where it does not count."""
@@ -142,9 +161,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
             )
         if name == "scaled_dot_product_attention":
             self._see_heads(where[0], args[0] if args else kwargs["query"])
-        call = self._called(name, *where)
-        call.function = func
-        return call(*args, **kwargs)
+        return self._called(name, *where).run(func, args, kwargs)
 
     @contextmanager
     def _pushed(self) -> Iterator[None]:
@@ -182,10 +199,8 @@ class FunctionHooks(Hooks, TorchFunctionMode):
             self.counts[full] += 1
             full = f"{full}:{n}"
         if full not in self.calls:
-            call = self.calls[full] = FunctionCall(full, owner)
-            hook = Hook.of(call, self.switch, full, self.leaf)
-            self.hooks.append(hook)
-            hook._put()
+            call = self.calls[full] = FunctionCall(full, owner, self.switch, self.leaf)
+            self.hooks.append(call.hook)
         return self.calls[full]
 
     def _see_heads(self, where: str, query: Tensor) -> None:
