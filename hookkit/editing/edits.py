@@ -262,9 +262,7 @@ def edit_function(
             "edit_function: inputs=True edits what the function takes, grad=True the gradients of "
             "what it gives. Give one of the two, and nest two blocks for both."
         )
-    return FunctionHooks(
-        [f], within, edit_block("edit_function", kind, edit, calls), numbered=False
-    )
+    return FunctionHooks(f, within, edit_block("edit_function", kind, edit, calls), numbered=False)
 
 
 def _one(module: nn.Module, who: str) -> list[Named]:

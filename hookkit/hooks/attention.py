@@ -36,10 +36,8 @@ _thread = local()  # .seen: the pattern of the fused call that runs now was show
 class AttentionHooks(FunctionHooks):
     """Hooks on a function that no model calls: from the scores of an attention to its pattern."""
 
-    quiet = False
-
     def __init__(self, within: Any, block: Block, numbered: bool = True) -> None:
-        super().__init__([softmax], within, block, numbered)
+        super().__init__(softmax, within, block, numbered)
         self.wanted = {"attention"}
         self.leaf = "[0]" if block.kind == "pre" else ""
         self.multi_head: list[tuple[int, ...]] = []  # the shapes of patterns, outermost first
@@ -132,10 +130,6 @@ class AttentionHooks(FunctionHooks):
         heads = heads or getattr(config, "num_attention_heads", None)
         group = heads // shape[-3] if isinstance(heads, int) and len(shape) == 4 else 1
         return (shape[0], heads, 1, shape[-1]) if 1 < group == shape[-2] else shape
-
-    def _warn_of_nothing(self) -> None:
-        if not self.quiet:
-            super()._warn_of_nothing()
 
     def never_called(self) -> str:
         """In words: that no attention was seen."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from inspect import currentframe
@@ -111,16 +111,13 @@ class FunctionHooks(Hooks, TorchFunctionMode):
     """
 
     leaf = ""  # the part of what is called or returned that hooks see
+    quiet = False  # about a block in which none was called
 
-    def __init__(
-        self, functions: Iterable[Any], within: Within, block: Block, numbered: bool = True
-    ) -> None:
+    def __init__(self, f: Any, within: Within, block: Block, numbered: bool = True) -> None:
         TorchFunctionMode.__init__(self)
-        functions = list(functions)
-        for f in functions:
-            _check_torchs(block.who, f)
+        _check_torchs(block.who, f)
         self.switch, self.hooks, self.numbered, self.on = block, [], numbered, False
-        self.wanted = {plain_name(f) for f in functions}
+        self.wanted = {plain_name(f)}
         self.others = set[str]()  # names of functions that are not wanted
         self.within = None if within is None else _names_of(block, within)
         self._reset()
@@ -243,18 +240,15 @@ class FunctionHooks(Hooks, TorchFunctionMode):
             TorchFunctionMode.__exit__(self, kind, e, tb)  # type: ignore[no-untyped-call]
         finally:
             ended = Hooks.__exit__(self, kind, e, tb)
-        if e is None and not self.hooks:
-            self._warn_of_nothing()
+        if e is None and not self.hooks and not self.quiet:
+            warnings.warn(self.never_called(), NeverFiredWarning, stacklevel=2)
         return ended
-
-    def _warn_of_nothing(self) -> None:
-        warnings.warn(self.never_called(), stacklevel=3, category=NeverFiredWarning)
 
     def never_called(self) -> str:
         """In words: that no call was seen."""
         where = "inside the block" if self.within is None else "within these modules"
         return (
-            f"{self.switch.who}: {' or '.join(sorted(self.wanted))} was never called in this thread"
+            f"{self.switch.who}: {', '.join(self.wanted)} was never called in this thread"
             f" {where}. Run the model inside the block, or hook a function that it calls."
         )
 
@@ -395,7 +389,7 @@ def hook_function(
     check_choice(who, "keep", keep, ("last", "all", "none"))
     each = "none" if keep == "none" else "last"
     block = Block(who, kind, hook, detach, cpu, gather, keep=each, clone=clone)
-    return FunctionHooks([f], within, block, numbered=keep == "all")
+    return FunctionHooks(f, within, block, numbered=keep == "all")
 
 
 def function_kind(who: str, inputs: Any, grad: Any) -> str:

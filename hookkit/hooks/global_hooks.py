@@ -149,9 +149,8 @@ class GlobalHook(Registered):
         return True
 
     def _call(self, module: nn.Module, args: Any, *output: Any) -> None:
-        if self.busy or not self.switch.on or recomputing():
-            return
-        if not isinstance(module, self.types):
+        off = self.busy or not self.switch.on or recomputing()
+        if off or not isinstance(module, self.types):
             return
         self.n_calls += 1
         self.busy = True  # hook_func may call a module itself
