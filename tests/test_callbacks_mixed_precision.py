@@ -120,7 +120,7 @@ def test_a_step_that_overflows_is_left_out_and_nothing_moves() -> None:
     assert [stepped for stepped, _ in seen] == [False, True, True, False, True, True]
     assert torch.equal(seen[3][1], seen[2][1])
     assert learn.n_steps == 4 == schedule.scheduler.last_epoch
-    assert len(learn.recorder.step_losses()) == 4
+    assert len(learn.run_record().losses) == 4
     assert np.isfinite(clip.norms.read()).all()
     assert len(clip.norms) == 4
     for recorder in (params, acts, grads):

@@ -114,7 +114,7 @@ def test_a_step_that_the_optimizer_does_not_make_is_not_counted() -> None:
     learn.fit(1)
 
     assert learn.n_steps == 2
-    assert len(learn.recorder.step_losses()) == 2
+    assert len(learn.run_record().losses) == 2
 
 
 def test_the_step_hook_is_gone_after_a_fit_also_after_an_error() -> None:

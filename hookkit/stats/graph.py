@@ -115,11 +115,6 @@ def _hidden(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                     yield name, x
 
 
-def _weight(m: nn.Module) -> nn.Parameter | None:
-    # a script's modules have no dict of parameters
-    return dict(m.named_parameters(recurse=False)).get("weight")
-
-
 def _leaves(users: Users) -> list[Any]:
     """The nodes that stand for parameters."""
     return [node for node in users if hasattr(node, "variable")]
