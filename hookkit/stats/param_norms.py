@@ -79,10 +79,7 @@ class WeightCopies:
     def take(self, live: dict[str, nn.Parameter]) -> bool:
         """Copies the parameters. Whether they are others than before, or of another kind."""
         now = {name: local_values(p) for name, p in live.items()}
-        kinds = [
-            {n: (t.shape, t.device, t.dtype) for n, t in x.items()} for x in (now, self._copies)
-        ]
-        if changed := kinds[0] != kinds[1]:
+        if changed := _kinds(now) != _kinds(self._copies):
             self._copies = {name: torch.empty_like(t) for name, t in now.items()}
         with torch.no_grad():
             for names in _by_device(self._copies).values():
