@@ -10,8 +10,7 @@ the first call of a layer is wanted, and outputs keep their graph without being 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 from warnings import warn
@@ -105,31 +104,24 @@ class FeatureExtractor(Wrapper):
         return self._extract(*args, **kwargs)
 
     def _extract(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        with _collecting(self) as call:
-            self.wrapped(*args, **kwargs)
+        call, model = _Call(self), self.wrapped
+        try:
+            enter_eager(call)
+            for key, (name, leaf) in self.wanted.items():
+                _, module = find(model, name) or (name, select(model, name)[name])
+                call.attach(module, key, leaf)
+            model(*args, **kwargs)
+        except StopForward as e:
+            if e.owner is not call:
+                raise
+        finally:
+            call.end()
         return call.features()
 
     def extra_repr(self) -> str:
         """The features, and where they come from."""
         paths = {key: name + leaf for key, (name, leaf) in self.wanted.items()}
         return ", ".join(p if p == key else f"{key} = {p}" for key, p in paths.items())
-
-
-@contextmanager
-def _collecting(extractor: FeatureExtractor) -> Iterator[_Call]:
-    """Hooks on the wanted layers during the `with` block, which ends quietly at their stop."""
-    call, model = _Call(extractor), extractor.wrapped
-    try:
-        enter_eager(call)
-        for key, (name, leaf) in extractor.wanted.items():
-            _, module = find(model, name) or (name, select(model, name)[name])
-            call.attach(module, key, leaf)
-        yield call
-    except StopForward as e:
-        if e.owner is not call:
-            raise
-    finally:
-        call.end()
 
 
 class _Call:
