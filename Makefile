@@ -6,12 +6,12 @@ VENV          ?= .venv
 #   make demo HOOKKIT_TORCH="torch==2.13.0 --index-url <the index of your CUDA version>"
 HOOKKIT_TORCH ?= torch==2.13.0
 ARGS          ?=
-# Processes that run the tests, each file in one of them, in the order of their names: else the
-# longest files, of few tests, would come last.
+# Processes that run the tests, with a thread each; a file in one of them, in the order of their
+# names: else the longest files, of few tests, would come last.
 WORKERS       ?= 2
 
 BIN   := $(VENV)/bin
-PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.hookkit-installed
 INTEG := $(VENV)/.hookkit-integrations
 PEERS := $(VENV)/.hookkit-bench
