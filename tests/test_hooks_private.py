@@ -13,7 +13,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 
-CORE = ["test_hooks.py", "test_hooks_gradients.py"]
+CORE = ["test_hooks.py", "test_hooks_gradients.py", "test_hooks_functions.py"]
 
 NAMES = [
     "torch._lazy_clone",
