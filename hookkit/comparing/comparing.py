@@ -1,7 +1,6 @@
 """`compare_models`: runs two models on the same inputs and compares what their layers give.
 
-Builds on `sides`, `saved` and `comparison`. What the first model gives is stored; the second one's
-values are compared as they come and not stored.
+Builds on `sides`, `saved` and `pairing`.
 """
 
 from __future__ import annotations
@@ -12,15 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hookkit.checks import check_callable, check_flag, check_module, check_number
 from hookkit.comparing.comparison import Comparison
-from hookkit.comparing.isolating import alone, fitting
+from hookkit.comparing.isolating import alone, fitted
 from hookkit.comparing.pairing import compared
 from hookkit.comparing.saved import read
-from hookkit.comparing.sides import WHO, Hooked, Recorded, Run
+from hookkit.comparing.sides import WHO, Side, run, sum_of_outputs
 from hookkit.errors import ArgumentError, OptionError, SelectionError
 from hookkit.hooks.attach import check_hookable
 from hookkit.modules import can_run, find, unwrap, walk
@@ -66,13 +64,15 @@ def compare_models(
         rtol: relative tolerance; by default torch.testing's for the looser of the two dtypes.
         atol: absolute tolerance; as `rtol`.
         grads: whether gradients are compared too: of each output, and of the parameters of the
-            compared modules. `.grad` stays as it is. The first model's are stored.
+            compared modules. `.grad` stays as it is.
         loss: with `grads`, gives what is differentiated from a model's output; by default the sum
             of all floating point tensors in it.
         isolate: calls each module of `b` alone too, on what `a`'s received and from the same random
             state, for `Row.own_rel`: without the errors of the layers before it. `Row.own_note`
             says where that was not possible. Cost: a run of `b` for each level of modules.
         **kwargs: keyword inputs for the models.
+
+    Memory: what the compared modules of both give, at once.
 
     Returns:
         The rows, in the order in which `a`'s modules finish; `.first` is the first that differs.
@@ -108,28 +108,32 @@ def compare_models(
     if check_callable(WHO, "loss", loss) and not grads:
         raise ArgumentError(f"{WHO}: loss= is what grads=True differentiates. Give both, or none.")
     one, other, given = _checked("first", a), _checked("second", b), Inputs(inputs, kwargs)
-    chosen = _chosen(one, modules)
-    partners, hooked = _partners(other, chosen, names or {})
-    if isinstance(other, Recorded) and modules is None and not isinstance(one, Recorded):
-        paths = {
-            name: other.paths[there] for name, there in partners.items() if there in other.paths
-        }
-        chosen = {name: (chosen[name][0], at) for name, at in paths.items()}
-    elif isinstance(other, nn.Module) and modules is None and not isinstance(one, Recorded):
-        hooked = {**_chosen(other, None), **hooked}
-    last = any(isinstance(x, Recorded) and x.last for x in (one, other))
-    used = (loss or _sum) if grads else None
-    record = partial(_record, last=last, loss=used)
-    apart = partial(compared, partners=partners, rtol=rtol, atol=atol, loosely=names is not None)
-    first, second = Recorded(), Recorded()
-    own = alone(one, other, partners) if isolate else None
-    record("first", one, chosen, given, first, alone=own)
+    first, second = (x if isinstance(x, Side) else Side() for x in (one, other))
+    ours = _chosen(one, modules, first)
+    partners, theirs = _partners(other, ours, names or {})
+    if modules is None and isinstance(one, nn.Module):
+        if isinstance(other, Side):  # a file has what was captured
+            ours = {name: m for name, m in ours.items() if partners[name] in other.types}
+        else:
+            theirs = {**_chosen(other, None, second), **theirs}
+
+    loosely = names is not None
+    so_far = partial(compared, first, second, partners, rtol=rtol, atol=atol, loosely=loosely)
+    used = (loss or sum_of_outputs) if grads else None
     try:
-        record("second", other, hooked, fitting(one, other)(given), second)
+        if isinstance(one, nn.Module):
+            own = alone(one, other, partners) if isolate and isinstance(other, nn.Module) else None
+            run(one, ours, given, first, used, own)
     except Exception as error:
-        error.add_note(f"{WHO}: until then {apart(first, second).headline}")
+        error.add_note(f"{WHO}: raised by the first model")
         raise
-    comparison = apart(first, second)
+    try:
+        if isinstance(other, nn.Module):
+            run(other, theirs, fitted(given, one, other), second, used)
+    except Exception as error:
+        error.add_note(f"{WHO}: raised by the second model; until then {so_far().headline}")
+        raise
+    comparison = so_far()
     if all(r.is_alone for r in comparison):
         raise SelectionError(
             f"{WHO}: nothing was compared: no module that gives a tensor is in both by its name. "
@@ -139,7 +143,7 @@ def compare_models(
     return comparison
 
 
-def _checked(which: str, x: Any) -> nn.Module | Recorded:
+def _checked(which: str, x: Any) -> nn.Module | Side:
     """One of the two sides: a model that can run, or what a file has."""
     if isinstance(x, str | Path):
         return read(x)
@@ -153,68 +157,43 @@ def _checked(which: str, x: Any) -> nn.Module | Recorded:
     return model
 
 
-def _record(
-    which: str, side: nn.Module | Recorded, hooked: Hooked, given: Inputs, into: Recorded,
-    *, last: bool, **options: Any,
-) -> None:  # fmt: skip
-    """Adds to `into` what `side` has: by a run of a model, or as it was saved."""
-    if isinstance(side, Recorded):
-        side = side.last_calls() if last else side
-        into.values, into.types = side.values, side.types
-        return
-    try:
-        Run(side, hooked, into, last=last, **options)(given)
-    except Exception as error:
-        error.add_note(f"{WHO}: raised by the {which} model")
-        raise
+def _chosen(x: nn.Module | Side, modules: Any, side: Side) -> dict[str, nn.Module]:
+    """The modules of `x` that are compared, by name: the selected, or all that run.
 
-
-def _listed(side: nn.Module | Recorded) -> str:
-    every = side.types if isinstance(side, Recorded) else [name for name, *_ in walk(side)]
-    names = [name for name in every if name] or [""]
-    more = f" and {len(names) - 6} more" * (len(names) > 6)
-    return f"{', '.join(map(repr, names[:6]))}{more}"
-
-
-def _sum(out: Any) -> Tensor:
-    parts = [t.sum() for t in leaves(out) if t.is_floating_point() and t.requires_grad]
-    if not parts:
-        raise ArgumentError(
-            f"{WHO}: grads=True, and no tensor that a model returns has a gradient. Give models "
-            "with parameters that require one, or a loss."
-        )
-    return torch.stack([part.to(parts[0]) for part in parts]).sum()
-
-
-def _chosen(side: nn.Module | Recorded, modules: Any) -> Hooked:
-    """The modules of `side` that are compared, by name: the selected, or all that run."""
-    if isinstance(side, Recorded):
+    If only parts of their results are meant, `side` is told their paths.
+    """
+    if isinstance(x, Side):
         if modules is not None:
             raise ArgumentError(f"{WHO}: modules= selects from a model, and the first is a file.")
-        return {name: (nn.Identity(), paths) for name, paths in side.paths.items()}
-    root, chosen = unwrap(side), Hooked()
+        return dict.fromkeys(x.types, nn.Identity())
+    root, chosen = unwrap(x), dict[str, nn.Module]()
     if modules is None:
-        return {name: (m, ("",)) for name, m, first in walk(root) if first and can_run(m)}
-    what = modules if isinstance(modules, list | tuple) else [modules]
-    selection = select(root, *what)
+        return {name: m for name, m, first in walk(root) if first and can_run(m)}
+    selection = select(root, *(modules if isinstance(modules, list | tuple) else [modules]))
     for key, module in selection.items():
         name, leaf = selection.place(key)
-        _, paths = chosen.get(name, (module, ()))
-        chosen[name] = module, (*paths, leaf)
+        chosen[name], side.paths[name] = module, (*side.paths.get(name, ()), leaf)
     return chosen
 
 
 def _partners(
-    other: nn.Module | Recorded, chosen: Hooked, names: Mapping[str, str]
-) -> tuple[dict[str, str], Hooked]:
+    other: nn.Module | Side, chosen: Mapping[str, nn.Module], names: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, nn.Module]]:
     """The names of the chosen modules on the other side, and its modules of these names."""
-    partners, hooked = dict[str, str](), Hooked()
-    for name, (_, paths) in chosen.items():
-        partners[name] = there = renamed(name, names)
-        place = find(unwrap(other), there) if isinstance(other, nn.Module) else None
-        if place is not None and can_run(place[1]):
-            partners[name], hooked[place[0]] = place[0], (place[1], paths)
-    return partners, hooked
+    partners, theirs = {name: renamed(name, names) for name in chosen}, dict[str, nn.Module]()
+    if isinstance(other, nn.Module):
+        for name, there in partners.items():
+            place = find(unwrap(other), there)
+            if place is not None and can_run(place[1]):
+                partners[name], theirs[place[0]] = place
+    return partners, theirs
+
+
+def _listed(side: nn.Module | Side) -> str:
+    every = side.types if isinstance(side, Side) else [name for name, *_ in walk(side)]
+    names = [name for name in every if name] or [""]
+    more = f" and {len(names) - 6} more" * (len(names) > 6)
+    return f"{', '.join(map(repr, names[:6]))}{more}"
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:

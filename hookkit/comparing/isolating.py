@@ -1,16 +1,16 @@
 """A module of the second model called alone, on what the first model's module received.
 
-Builds on `modelinfo.untouched`.
+Builds on `sides` and `modelinfo.untouched`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from inspect import Parameter, signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hookkit.comparing.measures import Parts, parts_in
 from hookkit.comparing.sides import Alone, copied_parts
@@ -19,30 +19,27 @@ from hookkit.modules import find, unwrap
 from hookkit.nested import Inputs, tmap
 
 
-def alone(a: Any, b: Any, partners: Mapping[str, str]) -> Alone:
-    """A function that calls the partner of a module of `a` in `b`, with the inputs of that."""
-    fit = fitting(a, b)
+def alone(a: nn.Module, b: nn.Module, partners: Mapping[str, str]) -> Alone:
+    """A function that calls the partner of a module of `a` in `b`, with the inputs of that.
+
+    It gives what that returns, and a note if it was called without some inputs, or failed. The
+    partner begins with the random states as they are, and is as before afterwards.
+    """
 
     def called(name: str, inputs: Inputs) -> tuple[Parts, str]:
         place = find(unwrap(b), partners[name])
-        return ([], "") if place is None else _called(place[1], fit(inputs))
+        if place is None:
+            return [], ""
+        accepted, left_out = _accepted(place[1], fitted(inputs, a, b))
+        try:
+            copied = real_inputs(accepted)
+            with untouched(place[1]), torch.no_grad():
+                parts = copied_parts(parts_in(place[1](*copied, **copied.kwargs)))
+        except Exception as error:  # of any kind: it is called as its model does not call it
+            return [], f"no own error: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return parts, f"called without {', '.join(left_out)}" if left_out else ""
 
     return called
-
-
-def _called(m: nn.Module, inputs: Inputs) -> tuple[Parts, str]:
-    """What `m` gives for `inputs`; a note if it was called without some of them, or failed.
-
-    It begins with the random states as they are, and is as before afterwards.
-    """
-    inputs, left_out = _accepted(m, inputs)
-    try:
-        copied = real_inputs(inputs)
-        with untouched(m), torch.no_grad():
-            parts = copied_parts(parts_in(m(*copied, **copied.kwargs)))
-    except Exception as error:  # of any kind: the module is called as its model does not call it
-        return [], f"no own error: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return parts, f"called without {', '.join(left_out)}" if left_out else ""
 
 
 def _accepted(m: nn.Module, inputs: Inputs) -> tuple[Inputs, list[str]]:
@@ -66,10 +63,10 @@ def _accepted(m: nn.Module, inputs: Inputs) -> tuple[Inputs, list[str]]:
     return Inputs(inputs[:n], kwargs), left_out
 
 
-def fitting(a: Any, b: Any) -> Callable[[Inputs], Inputs]:
-    """A function that puts inputs on the device of `b`, and what has the dtype of `a` in its.
+def fitted(inputs: Inputs, a: Any, b: nn.Module) -> Inputs:
+    """`inputs` on the device of `b`, and what has the dtype of `a` in that of `b`.
 
-    By their first floating point parameter; a side that is a file has none.
+    By their first floating point parameter; `a` has none where it is a file.
     """
     old, new = (
         next((p for p in m.parameters() if p.is_floating_point()), None)
@@ -77,10 +74,10 @@ def fitting(a: Any, b: Any) -> Callable[[Inputs], Inputs]:
         else None
         for m in (a, b)
     )
-
-    def fit(t: Tensor) -> Tensor:
-        if new is None:
-            return t
-        return t.to(new.device, new.dtype if old is not None and t.dtype == old.dtype else t.dtype)
-
-    return lambda inputs: tmap(fit, inputs)
+    if new is None:
+        return inputs
+    dtype = None if old is None else old.dtype
+    moved: Inputs = tmap(
+        lambda t: t.to(new.device, new.dtype if t.dtype == dtype else None), inputs
+    )
+    return moved

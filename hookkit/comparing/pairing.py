@@ -13,14 +13,14 @@ from typing import Any
 from torch import Tensor
 
 from hookkit.comparing.comparison import MISSING, NOT_GIVEN, Comparison, Row
-from hookkit.comparing.measures import dense, difference, pairs
-from hookkit.comparing.sides import Key, Recorded
+from hookkit.comparing.measures import Parts, dense, difference, pairs
+from hookkit.comparing.sides import Key, Side
 from hookkit.nested import describe
 
 
 def compared(
-    first: Recorded,
-    second: Recorded,
+    first: Side,
+    second: Side,
     partners: Mapping[str, str],
     *,
     rtol: float | None = None,
@@ -39,12 +39,19 @@ def compared(
             ones, one inside a module that is compared with a layer, one without parameters; and
             gradients of parameters.
     """
+    if first.last or second.last:
+        first, second = first.last_calls(), second.last_calls()
+    limits = {partners[name]: paths for name, paths in first.paths.items()} | second.paths
+    expected = {key: _counting(key, parts, limits.get(partners[key.name]))
+                for key, parts in first.values.items()}  # fmt: skip
+    found = {key: _counting(key, parts, limits.get(key.name))
+             for key, parts in second.values.items()}  # fmt: skip
     rows, paired = list[tuple[Key, Row]](), set[tuple[Key, str]]()
-    for key, mine in first.values.items():
+    for key, mine in expected.items():
         there = key._replace(name=partners[key.name])
         own, note = first.own.get(key, ([], ""))
         alone = {path: x for path, _, _, x in pairs(mine, own)}
-        theirs = {path: at for path, _, *at in pairs(mine, second.values.get(there, []))}
+        theirs = {path: at for path, _, *at in pairs(mine, found.get(there, []))}
         lacks = NOT_GIVEN if there.name in second.types else MISSING
         for path, x in mine:
             other, y = theirs.get(path, (path, None))
@@ -56,7 +63,7 @@ def compared(
                 row = replace(row, problem=f"{lacks}second")
             rows += [(key, _with_own(row, x, alone.get(path), rtol, atol))]
     known = {*partners.values()}
-    for key, parts in second.values.items():
+    for key, parts in found.items():
         lacks = NOT_GIVEN if key.name in known else MISSING
         rows += [(key, replace(_row(second, key, path, y), problem=f"{lacks}first"))
                  for path, y in parts if (key, path) not in paired]  # fmt: skip
@@ -70,7 +77,15 @@ def compared(
     return Comparison(tuple(shown), unpaired)
 
 
-def _row(side: Recorded, key: Key, path: str, x: Any) -> Row:
+def _counting(key: Key, parts: Parts, paths: Collection[str] | None) -> Parts:
+    """Those of `parts` that are at or in one of `paths`; all of them if it is None."""
+    if paths is None or key.what == "param_grad":
+        return parts
+    return [p for p in parts if any(p[0] == x or p[0].startswith((f"{x}.", f"{x}["))
+                                    for x in paths)]  # fmt: skip
+
+
+def _row(side: Side, key: Key, path: str, x: Any) -> Row:
     name, kind = key.name + path, side.types.get(key.name, "")
     shape = tuple(x.shape) if isinstance(x, Tensor) else ()
     return Row(name, name, kind, key.what, key.call, shape, path=path)
@@ -106,9 +121,7 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def _structure(
-    first: Recorded, second: Recorded, partners: Mapping[str, str]
-) -> set[tuple[str, str]]:
+def _structure(first: Side, second: Side, partners: Mapping[str, str]) -> set[tuple[str, str]]:
     """Modules that only one side has since it is built otherwise, with what a row says of them.
 
     These are around compared modules, inside one that is compared with a layer, without parameters,

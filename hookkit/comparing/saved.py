@@ -9,11 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hookkit.comparing.sides import WHO, Key, Recorded
+from hookkit.comparing.sides import WHO, Key, Side
 from hookkit.errors import OptionError, missing_extra
 
 
-def read(path: str | Path) -> Recorded:
+def read(path: str | Path) -> Side:
     """The outputs in a file that `Hooks.save` wrote, containers after what is inside them.
 
     In a file of another writer a key is read as `name`.
@@ -41,12 +41,11 @@ def read(path: str | Path) -> Recorded:
         )
     keys = about.get("keys") or [(key, key, None, "") for key in sorted(tensors)]
     leaves = about.get("leaves") or {}
-    side = Recorded(last=all(call is None for _, _, call, _ in keys))
+    side = Side(last=all(call is None for _, _, call, _ in keys))
     for text, name, call, inner in keys:
         leaf = leaves.get(name, "")
         module = name.removesuffix(leaf)
-        paths = side.paths.get(module, ())
-        side.paths[module] = paths if leaf in paths else (*paths, leaf)
+        side.paths[module] = (*side.paths.get(module, ()), leaf)
         side.types[module] = (about.get("types") or {}).get(name, "")
         key = Key(module, "output", call or 0)
         side.values.setdefault(key, []).append((leaf + inner, tensors[text]))
