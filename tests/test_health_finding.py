@@ -119,6 +119,17 @@ def test_of_nothing_there_is_no_verdict():
     assert found.headline.startswith("nothing was recorded, no verdict")
 
 
+@pytest.mark.filterwarnings("ignore:watch saw 3 training batches")
+def test_recorders_that_saw_no_step_are_not_asked_for():
+    net = nn.Linear(2, 2)
+    with watch(net, ActivationStats(), ParamStats()) as w:
+        for _ in range(3):  # a step by hand
+            (grad,) = torch.autograd.grad(net(torch.ones(2, 2)).sum(), net.bias)
+            net.bias.data -= 0.1 * grad
+
+    assert "ActivationStats" not in str(w.diagnose())
+
+
 def test_html_has_findings_and_what_was_not_judged_escaped():
     html = Diagnosis(
         (dataclasses.replace(FOUND, evidence="1 < 2"),), 3, 100, {"units": ("dead",)}
