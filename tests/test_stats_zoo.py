@@ -14,6 +14,8 @@ from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamS
 
 @pytest.mark.parametrize("entry", ZOO, ids=lambda e: e.name)
 def test_training_is_the_same_and_everything_reads(entry: Entry) -> None:
+    if "compiled" in entry.tags and torch.__version__ < (2, 13):
+        pytest.skip("torch < 2.13 cannot trace these tensor hooks")
     stats = ActivationStats(with_hist=True, units=True, include_paramless=True)
     grads = [GradientStats(True), GradientStats(of="params")]
     guests = [stats, *grads, ParamStats(), FlightRecorder("report")]
