@@ -46,8 +46,8 @@ def compare_models(
     For a port and its reference, float32 and bfloat16, before and after surgery, training and
     evaluation mode. `a` is the expected one. Both run in the modes in which they are, from the same
     random state, without gradients unless `grads`; random states, buffers and modes are restored.
-    Compiled models run eagerly. A layer that only one of them runs, and a result that cannot be
-    taken apart, are differences.
+    Compiled models run eagerly; what both give is kept until it is compared. A layer that only one
+    of them runs, and a result that cannot be taken apart, are differences.
 
     Args:
         a: a model, or a file that `Hooks.save` wrote: run in one environment, compare in another.
@@ -72,8 +72,6 @@ def compare_models(
             says where that was not possible. Cost: a run of `b` for each level of modules.
         **kwargs: keyword inputs for the models.
 
-    Memory: what the compared modules of both give, at once.
-
     Returns:
         The rows, in the order in which `a`'s modules finish; `.first` is the first that differs.
 
@@ -86,6 +84,7 @@ def compare_models(
         SelectionError: `modules` match nothing, or nothing is in both by its name.
         MissingExtraError: there is a file, and safetensors is not installed.
 
+    >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> x = torch.randn(3, 4)
     >>> compare_models(net, net, x).first is None
