@@ -470,6 +470,24 @@ def test_gradients_of_outputs_are_what_retain_grad_gives() -> None:
     assert grad.n_different == active  # of what comes before the ReLU, which works in place
 
 
+def test_modules_without_a_gradient_are_compared_by_their_outputs() -> None:
+    net = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
+
+    comparison = compare_models(net, net, X, grads=True, modules="0")
+
+    assert [r.what for r in comparison] == ["output"]
+
+
+def test_an_input_that_a_module_hands_on_has_its_gradient() -> None:
+    net = nn.Sequential(nn.Identity(), nn.Linear(4, 2))
+    x = torch.randn(3, 4, requires_grad=True)
+
+    comparison = compare_models(net, broken(net, "1.weight"), x, grads=True)
+
+    assert [(r.what, r.differs) for r in comparison["0"]] == [("output", False), ("grad", True)]
+    assert x.grad is None
+
+
 def test_gradients_behind_a_checkpoint_are_compared() -> None:
     model = Net(lambda m, x: checkpoint(lambda x: m.b(m.a(x).tanh()), x, use_reentrant=False))
 

@@ -159,6 +159,8 @@ def _differentiate(
     wanted += [(Key(name, "param_grad", 0), f".{k}" if name else k, p)
                for name, m in modules.items()
                for k, p in m.named_parameters(recurse=False) if p.requires_grad]  # fmt: skip
+    if not wanted:  # nothing that is compared has a gradient
+        return
     grads = torch.autograd.grad(loss, [x for *_, x in wanted], allow_unused=True)
     for (key, path, _), grad in zip(wanted, grads, strict=True):
         if grad is not None:

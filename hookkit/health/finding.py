@@ -146,7 +146,7 @@ class Diagnosis(Sequence[Finding]):
         return len(self.findings)
 
     def _unknown(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
-        """What is not known, the rules that needed it, a line of that: the cure, if steps ran."""
+        """What is not known, the rules that needed it, and a line: with the cure, if steps ran."""
         for what, rules in self.not_judged.items():
             cure = f": {CURES[what]}" if what in CURES and self.n_steps else ""
             yield what, rules, f"{what} unknown ({_n(len(rules), 'rule')}){cure}"
