@@ -4,13 +4,15 @@ Each call puts hooks on the wanted layers, runs the model, and removes them. Wha
 belongs to that call: copies, pickles and state dicts hold nothing of it. Layers are known by name,
 so a copy extracts from its own model.
 
-Builds on `Wrapper` (the state dict has the model's own keys) and on `attach`. Not on `Hooks`: only
-the first call of a layer is wanted, and outputs keep their graph without being copied.
+Builds on `Wrapper` and on `attach`. Not on `Hooks`: only the first call of a layer is wanted, and
+outputs keep their graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from threading import get_ident
 from typing import Any
 from warnings import warn
@@ -20,10 +22,10 @@ from torch import Tensor, nn
 
 from hookkit.checks import check_flag
 from hookkit.errors import NeverFiredWarning
-from hookkit.hooks.attach import Handle, attach, check_hookable, in_thread
+from hookkit.hooks.attach import attach, check_hookable, in_thread
 from hookkit.hooks.block import StopForward
 from hookkit.hooks.calls import is_exporting, owned
-from hookkit.hooks.compiling import enter_eager, leave_eager
+from hookkit.hooks.eager import EAGER, enter_eager
 from hookkit.hooks.parts import part_at
 from hookkit.hooks.snapshot import snapshot
 from hookkit.modules import find
@@ -104,78 +106,56 @@ class FeatureExtractor(Wrapper):
         return self._extract(*args, **kwargs)
 
     def _extract(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        call, model = _Call(self), self.wrapped
-        try:
-            enter_eager(call)
+        features, thread = dict[str, Any](), get_ident()
+        # torch.export needs the whole forward; operations without a use fall out of its graph
+        stop = self.stop and not is_exporting()
+
+        def seeing(key: str, leaf: str) -> Callable[..., None]:
+            """The hook that stores the output of a layer, or the part of it at `leaf`."""
+
+            def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+                nonlocal stop
+                # other threads may call the same model, in an extractor or not
+                if key in features or not in_thread(thread):
+                    return
+                part = part_at(output, leaf, "feature_extractor", lambda: f'"{key}"')
+                given = owned(module, args, kwargs)
+                # later in-place operations do not change it
+                own = partial(snapshot, given=given) if self.detach else Tensor.clone
+                features[key] = tmap(own, part)
+                if stop and len(features) == len(self.wanted):
+                    stop = False  # once: if the model swallows it, other forward passes still end
+                    raise StopForward(features)
+
+            return see
+
+        with ExitStack() as stack:
+            stack.callback(EAGER.end, features)
+            enter_eager(features)
             for key, (name, leaf) in self.wanted.items():
-                _, module = find(model, name) or (name, select(model, name)[name])
-                call.attach(module, key, leaf)
-            model(*args, **kwargs)
-        except StopForward as e:
-            if e.owner is not call:
-                raise
-        finally:
-            call.end()
-        return call.features()
+                _, module = find(self.wrapped, name) or ("", select(self.wrapped, name)[name])
+                stack.callback(attach(module, seeing(key, leaf)).remove)
+            try:
+                self.wrapped(*args, **kwargs)
+            except StopForward as e:
+                if e.owner is not features:
+                    raise
+        if missing := [key for key in self.wanted if key not in features]:
+            self._warn(missing)
+        return {key: features.get(key) for key in self.wanted}
+
+    def _warn(self, missing: list[str]) -> None:
+        few = ", ".join(f'"{key}"' for key in missing[:5]) + (" …" if missing[5:] else "")
+        warn(
+            f"feature_extractor: {len(missing)} of {len(self.wanted)} layers were not reached by "
+            f"this input, in this thread: {few}. The whole model ran, and they are None. Leave "
+            "them out, or see which layers this input runs with print_sizes(model). DataParallel "
+            "runs threads of its own: wrap the extractor in it.",
+            NeverFiredWarning,
+            stacklevel=5,
+        )
 
     def extra_repr(self) -> str:
         """The features, and where they come from."""
         paths = {key: name + leaf for key, (name, leaf) in self.wanted.items()}
         return ", ".join(p if p == key else f"{key} = {p}" for key, p in paths.items())
-
-
-class _Call:
-    """What one call of an extractor has collected so far, by name."""
-
-    def __init__(self, extractor: FeatureExtractor) -> None:
-        self.detach, self.wanted = extractor.detach, extractor.wanted
-        # torch.export needs the whole forward; operations without a use fall out of its graph
-        self.stop = extractor.stop and not is_exporting()
-        self.values: dict[str, Any] = {}
-        self.thread: int = get_ident()
-        self.handles: list[Handle] = []
-
-    def attach(self, module: nn.Module, key: str, leaf: str) -> None:
-        """Puts a hook on `module` that stores its output, or the part of it at `leaf`."""
-
-        def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            # another thread's call of the same model, in a call of its own or in none
-            if in_thread(self.thread) and key not in self.values:
-                self.add(key, leaf, output, owned(module, args, kwargs))
-
-        self.handles.append(attach(module, see))
-
-    def end(self) -> None:
-        """Removes its hooks; one that is still called does nothing."""
-        self.thread = -1
-        leave_eager(self)
-        for handle in self.handles:
-            handle.remove()
-
-    def add(self, key: str, leaf: str, output: Any, inputs: Any) -> None:
-        """Stores what is wanted of `output`, and ends the forward if nothing else is missing."""
-
-        def own(t: Tensor) -> Tensor:  # later in-place operations do not change it
-            if self.detach:
-                return snapshot(t, inputs)
-            return t.clone()
-
-        part = part_at(output, leaf, "feature_extractor", lambda: f'"{key}"')
-        self.values[key] = tmap(own, part)
-        if self.stop and len(self.values) == len(self.wanted):
-            self.stop = False  # once: if the model swallows it, other forward passes still end
-            raise StopForward(self)
-
-    def features(self) -> dict[str, Any]:
-        """What was collected; None, with a warning, for layers that did not run."""
-        if missing := [key for key in self.wanted if key not in self.values]:
-            shown = ", ".join(f'"{key}"' for key in missing[:5]) + (" …" if missing[5:] else "")
-            warn(
-                f"feature_extractor: {len(missing)} of {len(self.wanted)} layers were not reached "
-                f"by this input, in this thread: {shown}. The whole model ran, and they are None. "
-                "Leave them out, or see which layers this input runs with print_sizes(model). "
-                "DataParallel runs threads of its own: wrap the extractor in it.",
-                NeverFiredWarning,
-                stacklevel=5,
-            )
-        return {key: self.values.get(key) for key in self.wanted}

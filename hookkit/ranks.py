@@ -9,12 +9,11 @@ and reading what was recorded never waits. Builds on `nested`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from hashlib import blake2b
 from threading import Timer
 from traceback import walk_tb
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +22,6 @@ from torch import Tensor
 from hookkit.devices import accelerator
 from hookkit.errors import HookError
 from hookkit.nested import describe, leaves, named_leaves, tmap
-
-T = TypeVar("T")
 
 
 def is_distributed() -> bool:
@@ -90,7 +87,8 @@ def gather(x: Any, names: Sequence[str] | None = None) -> Any:
         names: of the parts of `x`, the same on all ranks: values are joined by position.
 
     Returns:
-        `x` itself when alone; else detached, of the dtype and on the device of `x`.
+        `x` itself when alone; else detached, of the dtype and on the device of `x`. It is sent
+        through the CPU, pickled.
 
     Raises:
         HookError: on every rank, if the names, structures, dtypes or inner shapes differ.
@@ -100,58 +98,34 @@ def gather(x: Any, names: Sequence[str] | None = None) -> Any:
     """
     if not is_distributed():
         return x
-    parts, named = ([x], ["the value"]) if names is None else (x, list(names))
-    more = f" and {len(named) - 1} more" if len(named) > 1 else ""
-    with together(f"read {named[0] if named else 'nothing'}{more}, gathered", after_s=1.0):
-        check_alike(
-            [
-                (name, [(p, str(t.dtype), t.shape[1:], t.ndim) for p, t in named_leaves(part)])
-                for name, part in zip(named, parts, strict=True)
-            ],
-            [f"{name}, {describe(part)}" for name, part in zip(named, parts, strict=True)],
-            problem="gather: the ranks hold different values",
-            cure="Values are joined by position, and only their first dimension may differ: give "
-            "all ranks the same layers in the same order and read them on all ranks, or pass "
-            "gather=False and join them yourself (ranks.gather_object).",
-        )
-        lengths = gather_object([t.shape[0] if t.ndim else 1 for t in leaves(x)])
-        each = iter(zip(*lengths, strict=True))
-        return tmap(lambda t: _on_wire(t.detach(), lambda w: _joined(w, next(each))), x)
+    parts, labels = ([x], ["the value"]) if names is None else (x, list(names))
+    more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
+    forms = [
+        (label, [(path, t.dtype, t.shape[1:], t.ndim) for path, t in named_leaves(part)])
+        for label, part in zip(labels, parts, strict=True)
+    ]
+    texts = [f"{label}, {describe(part)}" for label, part in zip(labels, parts, strict=True)]
+    rows = [(t if t.ndim else t.view(1)).detach().cpu().contiguous() for t in leaves(x)]
+    as_bytes = [t.view(torch.uint8) for t in rows]  # PyTorch pickles no float8
+    with together(f"read {labels[0] if labels else 'nothing'}{more}, gathered", after_s=1.0):
+        _check_alike(gather_object((forms, texts)))
+        everyone = iter(zip(*gather_object(as_bytes), strict=True))
+    return tmap(lambda t: torch.cat(next(everyone)).view(t.dtype).to(t.device), x)
 
 
-def _joined(w: Tensor, sizes: Sequence[int]) -> Tensor:
-    """`w` of all ranks; batches of unequal size are padded to the largest, sent, and cut again."""
-    rows = w.contiguous().view(1) if w.ndim == 0 else w.contiguous()
-    padded = torch.cat([rows, rows.new_zeros(max(sizes) - len(rows), *rows.shape[1:])])
-    parts = [torch.empty_like(padded) for _ in sizes]
-    # as bytes, since gloo takes no int16 and no float8
-    as_bytes = [t.view(-1).view(torch.uint8) for t in (padded, *parts)]
-    dist.all_gather(as_bytes[1:], as_bytes[0])
-    return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)])
-
-
-def check_alike(own: Sequence[Any], texts: Sequence[str], *, problem: str, cure: str) -> None:
-    """A HookError on every rank that shows the first item of `own` that differs between ranks.
-
-    Called before collectives that join by position or need one shape: gloo ends the process where
-    shapes differ, and joins the wrong rows where names do.
-
-    Args:
-        own: this rank's names, shapes, dtypes, steps, whose `repr` shows all of them.
-        texts: each of `own` in a few words.
-        problem: the operation and what is wrong; begins the message.
-        cure: what to do; ends the message.
-
-    >>> check_alike([("fc", 3)], ["fc"], problem="merge: other layers", cure="Name the same.")
-    """
-    if len(set(gather_object(blake2b(repr(list(own)).encode()).digest()))) == 1:
-        return
-    everyone = gather_object((list(own), list(texts)))
-    for i in range(max(len(items) for items, _ in everyone)):
-        if any(items[i : i + 1] != everyone[0][0][i : i + 1] for items, _ in everyone):
-            words = [known[i] if i < len(known) else "nothing" for _, known in everyone]
+def _check_alike(everyone: list[tuple[list[Any], list[str]]]) -> None:
+    """Raises a HookError that shows the first value that has another form on some rank."""
+    first = everyone[0][0]
+    for i in range(max(len(forms) for forms, _ in everyone)):
+        if any(forms[i : i + 1] != first[i : i + 1] for forms, _ in everyone):
+            words = [texts[i] if i < len(texts) else "nothing" for _, texts in everyone]
             each = "; ".join(f"rank {r}: {text}" for r, text in enumerate(words))
-            raise HookError(f"{problem} ({each}). {cure}")
+            raise HookError(
+                f"gather: the ranks hold different values ({each}). Values are joined by position, "
+                "and only their first dimension may differ: give all ranks the same layers in the "
+                "same order and read them on all ranks, or pass gather=False and join them with "
+                "ranks.gather_object."
+            )
 
 
 def gather_object(x: Any, group: Any = None) -> list[Any]:
@@ -167,18 +141,6 @@ def gather_object(x: Any, group: Any = None) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, x, group)
     return everyone
-
-
-def union(own: Mapping[str, T]) -> dict[str, T]:
-    """The entries of all ranks' mappings, in one order on each; of a key the first rank's.
-
-    >>> union({"fc": "Linear"})
-    {'fc': 'Linear'}
-    """
-    whole: dict[str, T] = {}
-    for one in gather_object(dict(own)):
-        whole |= {key: value for key, value in one.items() if key not in whole}
-    return whole
 
 
 def total(t: Tensor) -> Tensor:
@@ -200,19 +162,13 @@ def greatest(t: Tensor) -> Tensor:
 
 
 def _reduced(t: Tensor, op: str) -> Tensor:
-    def reduced(w: Tensor) -> Tensor:
-        dist.all_reduce(w, getattr(dist.ReduceOp, op))
-        return w
-
     own = t.detach().clone(memory_format=torch.contiguous_format)
-    return _on_wire(own, reduced) if is_distributed() and t.numel() else own
-
-
-def _on_wire(w: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
-    """`f(w)` on the device that the group's backend can send from; the result where `w` was."""
-    device = w.device
-    if dist.get_backend() in ("nccl", "xccl") and w.is_cpu:
-        w = w.to(torch.device(accelerator(), torch.accelerator.current_device_index()))
+    if not is_distributed() or not t.numel():
+        return own
+    # on the device that the group's backend can send from
+    if dist.get_backend() in ("nccl", "xccl") and own.is_cpu:
+        own = own.to(torch.device(accelerator(), torch.accelerator.current_device_index()))
     elif dist.get_backend() == "gloo":
-        w = w.cpu()
-    return f(w).to(device)
+        own = own.cpu()
+    dist.all_reduce(own, getattr(dist.ReduceOp, op))
+    return own.to(t.device)

@@ -10,7 +10,7 @@ Each registration of a module is a place of it, so a shared module is replaced e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from warnings import warn
@@ -19,12 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.checks import check_flag, check_module
-from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
+from hookkit.errors import (
+    ArgumentError,
+    HookError,
+    HookkitWarning,
+    NeverFiredWarning,
+    OptionError,
+)
 from hookkit.hooks.attach import attach, is_compiling, is_tracing, recomputing
 from hookkit.hooks.calls import owned
-from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.global_hooks import switch_fused_path
-from hookkit.hooks.snapshot import copied_containers, snapshot, unwrapped
+from hookkit.hooks.eager import layer_by_layer
+from hookkit.hooks.snapshot import copied_containers, snapshot
 from hookkit.modules import inner_key, submodules, unwrap
 from hookkit.nested import Inputs, describe, tmap
 from hookkit.selecting import select
@@ -42,7 +47,8 @@ def swap(
     All are replaced or none, and the originals are restored when the block ends, also by an error.
     A shared module is replaced in each of its places, by one replacement. Modules that a model
     holds outside its registered children (in a plain list) are not replaced; a warning says so if
-    a `Wrapper` was not called though the model ran. Compiled models run eagerly in the block, and
+    a `Wrapper` was not called though the model ran; another says if code in the block put a module
+    of its own in such a place, which stays. Compiled models run eagerly in the block, and
     PyTorch's transformer layers call their parts.
 
     Args:
@@ -58,8 +64,7 @@ def swap(
         SelectionError: a selector matches nothing.
         OptionError: two selectors match the same module.
         ArgumentError: a replacement is no module and makes none.
-        HookError: a place cannot be swapped; or, at the end, other code has put another module
-            there (the other places are restored).
+        HookError: a place cannot be swapped: the model itself, or inside a scripted module.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.Dropout(), nn.Linear(3, 2))
     >>> with swap(net, {nn.Dropout: nn.Identity(), "2": Catcher}) as new:
@@ -71,33 +76,20 @@ def swap(
     # public `setattr` and `register_module` run code of the user's class and cannot be undone.
     places, new = _planned(model, replacements)
     called, wrappers = set[nn.Module](), [m for m in new.values() if isinstance(m, Wrapper)]
-    hooks = [
-        attach(m, lambda m, *_: called.add(m), pre=True)
-        for m in {unwrap(model), *wrappers}
-        if not isinstance(m, torch.jit.ScriptModule)
-    ]
-    try:
-        switch_fused_path(places, on=True)  # it reads the weights of layers and calls none
-        enter_eager(places)
+    watched = [m for m in {unwrap(model), *wrappers} if not isinstance(m, torch.jit.ScriptModule)]
+    with ExitStack() as stack:
+        stack.callback(_restore, places)
+        for m in watched:
+            stack.callback(attach(m, lambda m, *_: called.add(m), pre=True).remove)
+        stack.enter_context(layer_by_layer())
         for parent, key, _, made in places:
             parent._modules[key] = made
         yield new
-    except BaseException as e:
-        if lost := _restore(places):
-            e.add_note(lost)
-        raise
-    finally:
-        leave_eager(places)
-        switch_fused_path(places, on=False)
-        for hook in hooks:
-            hook.remove()
-    if lost := _restore(places):
-        raise HookError(lost)
     idle = [n for n, m in new.items() if m in wrappers and m not in called]
     if called and idle:
-        shown = ", ".join(f'"{name}"' for name in idle[:5])
+        few = ", ".join(f'"{name}"' for name in idle[:5])
         warn(
-            f"swap: never called: {shown} ({len(idle)} of {len(new)}). "
+            f"swap: never called: {few} ({len(idle)} of {len(new)}). "
             "The model did not run these layers, or it reads their weights without calling them, "
             "or it holds them in a list: hook_outputs follows a module wherever it is called.",
             NeverFiredWarning,
@@ -184,8 +176,8 @@ def _made(name: str, original: nn.Module, replacement: Any) -> nn.Module:
     return made
 
 
-def _restore(places: list[_Place]) -> str:
-    """Restores every original that its replacement still replaces; names the other places."""
+def _restore(places: list[_Place]) -> None:
+    """Puts every original back that its replacement still replaces; warns of the other places."""
     lost = []
     for parent, key, original, made in reversed(places):
         if parent._modules.get(key) is made:
@@ -193,12 +185,14 @@ def _restore(places: list[_Place]) -> str:
         elif parent._modules.get(key) is not original:
             now = type(parent._modules.get(key)).__name__
             lost.append(f'"{key}" of the {type(parent).__name__} (now {now})')
-    if not lost:
-        return ""
-    return (
-        f"swap: inside the block other code put another module in the place of {', '.join(lost)}, "
-        "which was not changed. End blocks in the reverse order of their beginning."
-    )
+    if lost:
+        warn(
+            "swap: inside the block other code put another module in the place of "
+            f"{', '.join(lost)}, which was not changed. End blocks in the reverse order of their "
+            "beginning.",
+            HookkitWarning,
+            stacklevel=6,
+        )
 
 
 def _again() -> bool:
@@ -209,9 +203,9 @@ def _again() -> bool:
 class Wrapper(nn.Module):
     """A module in the place of another, which it holds as `wrapped` and by default just calls.
 
-    Derive from it: override `forward`, call `self.wrapped`. It looks like the module it wraps:
-    attributes that it does not have are those of `wrapped` (`wrapper.in_features`), and a model's
-    state dict has the same keys with it and without it; parameters of your own add keys.
+    Derive from it: override `forward`, call `self.wrapped`. Attributes that it does not have are
+    those of `wrapped` (`wrapper.in_features`). In a state dict the keys of `wrapped` begin with
+    `wrapped.`, so save and load a model outside the block.
 
     Args:
         wrapped: the module in whose place it stands.
@@ -244,29 +238,6 @@ class Wrapper(nn.Module):
             if name.startswith("__") or "wrapped" not in held:
                 raise
             return getattr(held["wrapped"], name)
-
-    # `_metadata` is an attribute of the dict with the modules' versions, private by its name, since
-    # torch 0.4. If it were not renamed too, a layer would be loaded as of its first version.
-    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
-        """As `nn.Module.state_dict`, with the wrapped module's entries under its own names."""
-        state = super().state_dict(*args, prefix=prefix, **kwargs)
-        inner = f"{prefix}wrapped."
-        for key in [key for key in state if key.startswith(inner)]:
-            state[prefix + key.removeprefix(inner)] = state.pop(key)
-        versions = getattr(state, "_metadata", {})
-        for key in [key for key in versions if f"{key}.".startswith(inner)]:
-            versions[(prefix + f"{key}.".removeprefix(inner))[:-1]] = versions.pop(key)
-        return state
-
-    # Private, made to be overridden: `Module._load_from_state_dict` loads one module without its
-    # children, since torch 0.4. Without it the model's own keys would be missing in a wrapped one.
-    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
-        own = {*self._parameters, *self._buffers, *self._modules}
-        for key in [key for key in state if key.startswith(prefix)]:
-            name = key.removeprefix(prefix)
-            if name.split(".")[0] not in own:
-                state[f"{prefix}wrapped.{name}"] = state.pop(key)
-        super()._load_from_state_dict(state, prefix, *args)
 
 
 @dataclass(frozen=True)
@@ -322,7 +293,7 @@ class Catcher(Wrapper):
     def _stored(self, x: Any, given: Any) -> Any:
         if not self.detach:
             return copied_containers(x)
-        return tmap(lambda t: snapshot(unwrapped(t), given), x)
+        return tmap(lambda t: snapshot(t, given), x)
 
 
 class GramWrapper(Wrapper):

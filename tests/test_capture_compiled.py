@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
-import hookkit.hooks.compiling as compiling
+import hookkit.hooks.eager as eager
 from hookkit.editing import edit_grad, edit_input, edit_output, scale, zero
 from hookkit.features import feature_extractor
 from hookkit.hooks import hook_all, hook_input, hook_inputs, hook_output, hook_outputs, print_sizes
@@ -84,7 +84,7 @@ def test_no_block_makes_a_compiled_model_compile_again(block: str, net: Net, x: 
         torch.testing.assert_close(compiled(x), want)
 
     assert counter.frame_count == before
-    assert not compiling._inside
+    assert not eager.EAGER.owners
 
 
 def test_an_extractor_on_a_compiled_model_makes_no_graph(net: Net, x: Tensor) -> None:
@@ -122,7 +122,7 @@ def test_an_exception_in_a_block_leaves_the_compiler_as_it_was(net: Net, x: Tens
     compiled(torch.cat([x, x]))
 
     assert counter.frame_count == 2  # a new shape is compiled: the stance is not eager
-    assert not compiling._inside
+    assert not eager.EAGER.owners
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def test_forgetting_graphs_makes_hooks_that_stay_be_seen(net: Net, x: Tensor) ->
     compiled(x)
     h = hook_outputs([net.a])
 
-    assert compiling.forget_graphs(net)
+    assert eager.forget_graphs()
     compiled(x)
 
     torch.testing.assert_close(h[0].stored, net.a(x).detach())

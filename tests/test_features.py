@@ -106,15 +106,6 @@ def test_leaf_paths_and_structures() -> None:
 # --- an ordinary module
 
 
-def test_its_state_dict_is_that_of_the_model(lenet: LeNet) -> None:
-    extract, other = feature_extractor(lenet, "conv2"), LeNet()
-
-    assert list(extract.state_dict()) == list(lenet.state_dict())
-    extract.load_state_dict(other.state_dict())
-
-    torch.testing.assert_close(lenet.conv1.weight, other.conv1.weight)
-
-
 def test_copies_and_pickles_extract_from_their_own_model(lenet: LeNet) -> None:
     extract = feature_extractor(lenet, "conv2")
     saved = io.BytesIO()

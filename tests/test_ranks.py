@@ -139,18 +139,6 @@ def reduces(r: int) -> None:
     assert ranks.world_size() == 2
 
 
-def unites(r: int) -> None:
-    alike = {"fc": "Linear", "act": "ReLU"}
-
-    assert ranks.union(alike) == alike
-    assert list(ranks.union({"a": 0, f"b{r}": r}).items()) == [("a", 0), ("b0", 0), ("b1", 1)]
-    assert ranks.union({"x": 1, "y": 2, "z": 3} if r else {"w": 0}) == {
-        **{"x": 1, "y": 2, "z": 3},
-        "w": 0,
-    }
-    assert ranks.union({}) == {}
-
-
 CHECKS = (
     gathers_structures,
     gathers_what_hooks_stored,
@@ -158,7 +146,6 @@ CHECKS = (
     refuses_layers_in_another_order,
     refuses_calls_and_gradients_that_only_some_ranks_have,
     reduces,
-    unites,
 )
 
 

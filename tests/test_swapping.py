@@ -1,6 +1,5 @@
 """swap, Wrapper, Catcher, GramWrapper: other modules in, the originals back."""
 
-import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,7 +9,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo import ZOO, Entry
 
-from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
+from hookkit.errors import (
+    ArgumentError,
+    HookError,
+    HookkitWarning,
+    NeverFiredWarning,
+    OptionError,
+)
 from hookkit.modules import can_run, submodules, walk
 from hookkit.nested import leaves
 from hookkit.swapping import Catcher, GramWrapper, Wrapper, swap
@@ -153,43 +158,7 @@ def test_made_modules_get_the_mode_of_the_original_and_given_ones_keep_theirs() 
     assert not net[3].training
 
 
-# --- state dicts
-
-
-def test_the_state_dict_is_the_same_inside_and_after() -> None:
-    net = mlp()
-    before = net.state_dict()
-
-    with swap(net, {"**": Catcher}):
-        inside = net.state_dict()
-        net(torch.randn(5, 4).requires_grad_(False))
-
-    assert list(inside) == list(before) == list(net.state_dict())
-    assert inside._metadata.keys() == before._metadata.keys()
-    assert all(inside[key].data_ptr() == before[key].data_ptr() for key in before)
-
-
-def test_a_state_dict_loads_into_a_swapped_model() -> None:
-    net, other = mlp(), mlp()
-    nn.init.constant_(other[3].weight, 7.0)
-
-    with swap(net, {"*": Doubled}):
-        assert str(net.load_state_dict(other.state_dict())) == "<All keys matched successfully>"
-
-    torch.testing.assert_close(net[3].weight, other[3].weight)
-
-
-def test_parameters_of_a_wrapper_add_keys_and_load() -> None:
-    net = mlp()
-
-    with swap(net, {"3": Lora}):
-        nn.init.constant_(net[3].scale, 5.0)
-        state = copy.deepcopy(net.state_dict())
-    with swap(net, {"3": Lora}):
-        net.load_state_dict(state)
-        assert net[3].scale.item() == 5.0
-
-    assert set(state) - set(net.state_dict()) == {"3.scale", "3.down.weight"}
+# --- wrappers
 
 
 def test_a_wrapper_has_the_attributes_of_what_it_wraps() -> None:
@@ -337,9 +306,11 @@ def test_a_module_that_other_code_put_there_is_kept_and_reported() -> None:
     net = mlp()
     relu, other = net[1], nn.Tanh()
 
-    with pytest.raises(HookError, match=r'in the place of "0" of the Sequential \(now Tanh\)'):  # noqa: SIM117
-        with swap(net, {"0": Doubled, "1": Doubled}):
-            net[0] = other
+    with (
+        pytest.warns(HookkitWarning, match=r'in the place of "0" of the Sequential \(now Tanh\)'),
+        swap(net, {"0": Doubled, "1": Doubled}),
+    ):
+        net[0] = other
 
     assert net[0] is other
     assert net[1] is relu
@@ -396,8 +367,6 @@ def test_wrapping_everything_changes_nothing_in_the_zoo(entry: Entry) -> None:
     torch.manual_seed(1)
     with swap(model, dict.fromkeys(names, Wrapper)):
         wrapped = leaves(entry.run(model))
-        if "cyclic" not in entry.tags:  # PyTorch's own recursion never ends there
-            assert sorted(model.state_dict()) == sorted(twin.state_dict())
 
     assert places(model) == before
     assert len(wrapped) == len(plain)

@@ -25,7 +25,7 @@ from hookkit.data import DataLoaders, batch_size, no_batches
 from hookkit.errors import HookError, ModelRunError, OptionError
 from hookkit.hooks.attach import Switch, attach, called
 from hookkit.hooks.block import KINDS, StopForward
-from hookkit.hooks.compiling import enter_eager, leave_eager
+from hookkit.hooks.eager import EAGER, enter_eager
 from hookkit.hooks.parts import part_at
 from hookkit.modelinfo.untouched import untouched
 from hookkit.modules import unwrap
@@ -91,7 +91,7 @@ class Rows:
         self.store, self.switch = store, Switch(on=False)  # the loader's own calls do not count
         with ExitStack() as undo:
             undo.enter_context(untouched(self.model, observers=True))
-            undo.callback(leave_eager, self)
+            undo.callback(EAGER.end, self)
             enter_eager(self)
             for number, (name, m) in enumerate(self.layers.items()):
                 take = self._taker(number, name)

@@ -19,8 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from hookkit.comparing.measures import Parts, parts_in
 from hookkit.errors import ArgumentError
 from hookkit.hooks.attach import Switch, attach, recomputing
-from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.global_hooks import switch_fused_path
+from hookkit.hooks.eager import layer_by_layer
 from hookkit.hooks.snapshot import snapshot
 from hookkit.modelinfo.untouched import real_inputs, untouched
 from hookkit.nested import Inputs, describe, leaves
@@ -127,10 +126,7 @@ def run(
     with ExitStack() as undo:
         undo.enter_context(untouched(model))
         undo.enter_context(torch.set_grad_enabled(loss is not None))
-        undo.callback(switch_fused_path, switch, on=False)  # it calls no layers
-        switch_fused_path(switch, on=True)
-        undo.callback(leave_eager, switch)
-        enter_eager(switch, always=True)
+        undo.enter_context(layer_by_layer(always=True))
         for name, m in modules.items():
             if alone is not None:
                 begins = attach(m, partial(begin, name), pre=True, switch=switch)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from hookkit.errors import NeverFiredWarning
 from hookkit.hooks.attach import brief, check_hookable, note
-from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.global_hooks import switch_fused_path
+from hookkit.hooks.eager import layer_by_layer
 from hookkit.nested import tmap
 
 
@@ -44,7 +43,7 @@ def skip_module(module: nn.Module, value: Any) -> Iterator[None]:
     tensor([[1., 1.]])
     """
     check_hookable(module, "skip_module")
-    n_calls, own, before = 0, "forward" in vars(module), vars(module).get("forward")
+    n_calls, own = 0, vars(module).get("forward")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal n_calls
@@ -57,18 +56,14 @@ def skip_module(module: nn.Module, value: Any) -> Iterator[None]:
             note(e, value, brief(module))
             raise
 
-    try:
-        enter_eager(forward)
-        switch_fused_path(forward, True)  # it looks for hooks, not for another forward
+    with layer_by_layer():
         vars(module)["forward"] = forward
-        yield
-    finally:
-        if own:
-            vars(module)["forward"] = before
-        else:
+        try:
+            yield
+        finally:
             vars(module).pop("forward", None)
-        switch_fused_path(forward, False)
-        leave_eager(forward)
+            if own is not None:
+                vars(module)["forward"] = own
     if not n_calls:
         warnings.warn(
             f"skip_module: nothing was skipped: {brief(module)} was not called. Run the model "

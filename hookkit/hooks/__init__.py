@@ -9,7 +9,7 @@ block         The options, the `with` block, and why a hook never fired.
 parts         The part of a value that is meant; what receives gradients.
 grads         Tensor hooks on what a module gives or takes.
 snapshot      A stored tensor: detached, copied, moved.
-compiling     What torch.compile does to hooks.
+eager         What would pass hooks by is off: compiled code, PyTorch's fused path.
 attach        A recorder's function on a module.
 functions     `hook_function`: hooks on the calls of torch functions.
 global_hooks  Hooks on one tensor, on every module, on a model to print sizes.

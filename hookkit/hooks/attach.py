@@ -12,7 +12,7 @@ Also here: which calls are repetitions (`recomputing`), and a note on errors of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from types import CodeType
 from typing import Any
@@ -126,59 +126,15 @@ def never_compiled_alone(code: CodeType) -> None:
 never_compiled_alone(HookEntry.__call__.__code__)
 
 
-class Handle:
-    """Removes entries from their modules, which hold them; it holds neither."""
-
-    __slots__ = ("handles",)
-
-    def __init__(self) -> None:
-        self.handles: list[RemovableHandle] = []
-
-    def put(
-        self,
-        module: nn.Module,
-        entry: HookEntry,
-        *,
-        pre: bool = False,
-        prepend: bool = False,
-        always_call: bool = False,
-        backward: bool = False,
-    ) -> None:
-        """Registers `entry`; `backward` makes it PyTorch's full backward hook."""
-        if backward:
-            handle = module.register_full_backward_hook(entry, prepend=prepend)
-        elif pre:
-            handle = module.register_forward_pre_hook(entry, prepend=prepend, with_kwargs=True)
-        else:
-            handle = module.register_forward_hook(
-                entry, prepend=prepend, with_kwargs=True, always_call=always_call
-            )
-        self.handles.append(handle)
-
-    def remove(self) -> None:
-        """Removes all entries; none runs again, also not later in a call that is under way.
-
-        Can be called any number of times.
-        """
-        remove_all(self.handles)
-
-
-def remove_all(handles: Iterable[RemovableHandle]) -> None:
+def remove_all(handles: Sequence[RemovableHandle]) -> None:
     """Removes what `handles` are of; twice, if a Ctrl-C came in between."""
     try:
-        _remove(handles)
+        for handle in handles:
+            handle.remove()
     except BaseException:
-        _remove(handles)
+        for handle in handles:
+            handle.remove()
         raise
-
-
-def _remove(handles: Iterable[RemovableHandle]) -> None:
-    for handle in handles:
-        hooks = handle.hooks_dict_ref()
-        entry = None if hooks is None else hooks.get(handle.id)
-        if type(entry) is HookEntry:
-            entry.callback = None
-        handle.remove()
 
 
 _SINGLE = ("hook_output", "hook_input", "edit_output", "edit_input", "edit_grad")
@@ -212,8 +168,8 @@ def attach(
     backward: bool = False,
     observes: bool = False,
     switch: Switch | None = None,
-) -> Handle:
-    """Calls `fn(module, args, kwargs, output)` at each forward of `module`; a removable handle.
+) -> RemovableHandle:
+    """Calls `fn(module, args, kwargs, output)` at each forward of `module`; PyTorch's handle.
 
     The bare mechanism for recorders: nothing is stored, detached, counted or left out. The module
     holds `fn` strongly, the handle holds the module weakly; deepcopies and pickles of the module do
@@ -248,10 +204,14 @@ def attach(
             f"attach: fn must be a function, found {type(fn).__name__}. "
             "Pass f(module, args, kwargs, output), or use hook_output(module) to store the output."
         )
-    handle = Handle()
     entry = HookEntry(fn, switch, edit, observes)
-    handle.put(module, entry, pre=pre, prepend=prepend, always_call=always_call, backward=backward)
-    return handle
+    if backward:
+        return module.register_full_backward_hook(entry, prepend=prepend)
+    if pre:
+        return module.register_forward_pre_hook(entry, prepend=prepend, with_kwargs=True)
+    return module.register_forward_hook(
+        entry, prepend=prepend, with_kwargs=True, always_call=always_call
+    )
 
 
 def called(fn: Callable[..., Any], module: nn.Module, *seen: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import nn
 from hookkit.checks import check_choice, check_flag, check_function
 from hookkit.errors import NeverFiredWarning, OptionError
 from hookkit.hooks.attach import Switch
-from hookkit.hooks.compiling import enter_eager, leave_eager
+from hookkit.hooks.eager import EAGER, enter_eager
 
 if TYPE_CHECKING:
     from hookkit.hooks.hook import Hook
@@ -121,7 +121,7 @@ class Block(Switch):
     def leave(self) -> None:
         """Undoes `enter`; can be repeated."""
         self.depth, self.waiting = 0, None
-        leave_eager(self)
+        EAGER.end(self)
 
 
 class Registered:

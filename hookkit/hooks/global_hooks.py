@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, TextIO
 
 import torch
@@ -17,8 +18,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from hookkit.checks import check_flag, check_function, check_module, kind_of
 from hookkit.errors import ArgumentError, HookError
 from hookkit.hooks.attach import called, recomputing
-from hookkit.hooks.block import Block, Registered
+from hookkit.hooks.block import Block
 from hookkit.hooks.collection import Hooks
+from hookkit.hooks.eager import layer_by_layer
 from hookkit.hooks.snapshot import store
 from hookkit.modules import unwrap
 from hookkit.nested import Inputs, describe, tmap
@@ -84,26 +86,6 @@ def hook_tensor(t: Tensor, detach: bool = True, cpu: bool = False) -> TensorHook
     return TensorHook(t, Block("hook_tensor", "grad", None, detach, cpu))
 
 
-# PyTorch's fused path of a TransformerEncoder checks for hooks on its modules, not for global hooks
-# or modules that are skipped or swapped, so it is off while there are any. These end in any order,
-# so their ids are kept in a set.
-_needed: set[int] = set()
-_fast_path = True
-
-
-def switch_fused_path(owner: object, on: bool) -> None:
-    """With `on`, has PyTorch call every layer, for `owner`; the last owner to end restores it."""
-    global _fast_path
-    if on:
-        if not _needed:
-            _fast_path = torch.backends.mha.get_fastpath_enabled()
-        _needed.add(id(owner))
-        torch.backends.mha.set_fastpath_enabled(False)
-    elif id(owner) in _needed:
-        _needed.discard(id(owner))
-        torch.backends.mha.set_fastpath_enabled(_fast_path and not _needed)
-
-
 def global_tables() -> list[dict[int, Any]]:
     """PyTorch's dicts of global forward hooks, from which `untouched` takes those of `hook_all`."""
     # Private by their names, in torch 1.8 to 2.13: no public function takes a global hook off that
@@ -118,49 +100,35 @@ def is_of_hook_all(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), GlobalHook)
 
 
-class GlobalHook(Registered):
+class GlobalHook:
     """A function called at each call of every module of the process. See `hook_all`."""
 
     def __init__(self, func: Callable[..., Any], types: Any, pre: bool) -> None:
-        self.func, self.types, self.pre = func, types, pre
-        self.switch, self.n_calls, self.busy = Block("hook_all", keep="none"), 0, False
-        self._handle: Any = None
+        self.func, self.types, self.n_calls, self._busy = func, types, 0, False
+        self._undo = ExitStack()
+        self._undo.enter_context(layer_by_layer())
+        register = register_module_forward_pre_hook if pre else register_module_forward_hook
+        self._undo.callback(register(self._call).remove)
 
-    def _each(self) -> tuple[()]:
-        return ()
-
-    @property
-    def removed(self) -> bool:
-        """Whether it is not registered."""
-        return self._handle is None
-
-    def register(self) -> None:
-        """Registers it; does nothing where it is registered."""
-        if self._handle is None:
-            switch_fused_path(self, True)
-            put = register_module_forward_pre_hook if self.pre else register_module_forward_hook
-            self._handle = put(self._call)
-
-    def _remove(self) -> bool:
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.remove()
-            switch_fused_path(self, False)
-        return True
+    def remove(self) -> None:
+        """Removes it. Can be repeated."""
+        self._undo.close()
 
     def _call(self, module: nn.Module, args: Any, *output: Any) -> None:
-        off = self.busy or not self.switch.on or recomputing()
-        if off or not isinstance(module, self.types):
+        if self._busy or recomputing() or not isinstance(module, self.types):
             return
         self.n_calls += 1
-        self.busy = True  # hook_func may call a module itself
+        self._busy = True  # the function may call a module itself
         try:
             called(self.func, module, *[tmap(Tensor.detach, x) for x in (Inputs(args), *output)])
         finally:
-            self.busy = False
+            self._busy = False
 
-    def __repr__(self) -> str:
-        return f"GlobalHook({self.n_calls} calls{', removed' * self.removed})"
+    def __enter__(self) -> GlobalHook:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
 
 def hook_all(
@@ -172,7 +140,7 @@ def hook_all(
 
     Also for modules made later, for losses, and for models that no variable refers to. Use it in a
     `with` block, or `remove()` it. Tensors are detached, keyword inputs are not given. What the
-    function returns is ignored. TorchScript runs no hooks.
+    function returns is ignored. TorchScript runs no hooks; what is compiled runs eagerly meanwhile.
 
     Args:
         hook_func: `f(module, input, output)` or `f(output)`; `input` is a tuple.
@@ -180,7 +148,7 @@ def hook_all(
         pre: calls `hook_func(module, input)` before the forward.
 
     Returns:
-        A `GlobalHook`, registered already: `.remove()`; also a context manager.
+        A `GlobalHook`, registered already: `.remove()`, `.n_calls`; also a context manager.
 
     Raises:
         ArgumentError: `hook_func` is no function, `types` no module classes, or `pre` neither True
@@ -206,9 +174,7 @@ def hook_all(
         raise ArgumentError(
             f"hook_all: types must be module classes, found {types!r}. Pass nn.Linear, or a tuple."
         )
-    hook = GlobalHook(func, wanted, pre)
-    hook.register()
-    return hook
+    return GlobalHook(func, wanted, pre)
 
 
 def print_sizes(model: nn.Module, file: TextIO | None = None) -> Hooks:

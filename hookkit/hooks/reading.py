@@ -15,7 +15,7 @@ from hookkit.checks import OfLast
 from hookkit.errors import CompiledWarning, OptionError, OverwrittenWarning
 from hookkit.hooks.attach import HookEntry, brief
 from hookkit.hooks.block import NOT_WANTED, Block
-from hookkit.hooks.compiling import has_compiled
+from hookkit.hooks.eager import has_compiled
 from hookkit.hooks.snapshot import settled, version_of
 from hookkit.nested import describe
 

@@ -6,7 +6,6 @@ On the CPU that is torch's lazy clone (copy-on-write, 0.5 µs whatever the size)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,14 +31,10 @@ set_grad_enabled: Callable[[bool], Any] = getattr(
 is_transforming: Callable[[], bool] = getattr(
     torch._C, "_are_functorch_transforms_active", lambda: False
 )
-# Private: `torch._C._functorch` (since 2.0): whether torch.func has wrapped a tensor, and what is
-# inside. Without it such tensors are taken as they are.
-_functorch = getattr(torch._C, "_functorch", None)
+# Private: whether torch.func has wrapped a tensor (since 2.0). Without it such tensors are taken as
+# they are.
 is_transformed: Callable[[Tensor], bool] = getattr(
-    _functorch, "is_functorch_wrapped_tensor", lambda t: False
-)
-_outside: Callable[[], AbstractContextManager[Any]] = getattr(
-    torch._C, "_DisableFuncTorch", nullcontext
+    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda t: False
 )
 
 
@@ -128,14 +123,3 @@ def version_of(x: Any) -> int:
     if torch.compiler.is_compiling() or any(t.is_inference() for t in found):
         return -1
     return sum(t._version for t in found)
-
-
-def unwrapped(t: Tensor) -> Tensor:
-    """The values behind a tensor that torch.func has wrapped, vmap's dimension first; else `t`."""
-    while not torch.compiler.is_compiling() and is_transformed(t):
-        assert _functorch is not None
-        with _outside():
-            dim = _functorch.maybe_get_bdim(t) if _functorch.is_batchedtensor(t) else -1
-            t = _functorch.get_unwrapped(t)
-            t = t.movedim(dim, 0) if dim > 0 else t
-    return t

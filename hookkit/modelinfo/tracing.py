@@ -18,8 +18,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hookkit.errors import ArgumentError
-from hookkit.hooks.compiling import enter_eager, leave_eager
-from hookkit.hooks.global_hooks import switch_fused_path
+from hookkit.hooks.eager import layer_by_layer
 from hookkit.modelinfo.fakes import may_run_fake, run_fake
 from hookkit.modelinfo.tracer import Stopped, Trace, Tracer
 from hookkit.modelinfo.tree import Tree
@@ -110,7 +109,7 @@ def _once(
         tracer = Tracer(tree, None if mode else write, *bound)
         tracer.trace.saves = saves
         tracer.attach(stack)
-        _switch_off(tracer, stack)
+        _switch_off(stack)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if mode is None:
@@ -126,20 +125,17 @@ def _once(
         return trace, read(trace)
 
 
-def _switch_off(tracer: Tracer, stack: ExitStack) -> None:
+def _switch_off(stack: ExitStack) -> None:
     """What would hide operations, or keep tensors of the run, is off until `stack` closes.
 
     That are the compiler, which would compile the tracer; PyTorch's fused path, which calls no
     layers of a TransformerEncoder; and autocast's cache of converted parameters.
     """
     if "torch.nn.attention.flex_attention" in sys.modules:
-        # Private, in torch 2.11 to 2.13: what `enter_eager` needs to be loaded. Flex attention
+        # Private, in torch 2.11 to 2.13: what `layer_by_layer` needs to be loaded. Flex attention
         # loads the compiler when it is called, which is too late: it would be compiled.
         import_module("torch._dynamo.eval_frame")
-    stack.callback(leave_eager, tracer)
-    enter_eager(tracer, always=True)
-    stack.callback(switch_fused_path, tracer, False)
-    switch_fused_path(tracer, True)
+    stack.enter_context(layer_by_layer(always=True))
     stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
     torch.set_autocast_cache_enabled(False)
 

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hookkit import ranks
 from hookkit.checks import check_choice, check_number, shown
 from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
 from hookkit.events import CancelStepException
-from hookkit.hooks.attach import Handle, graph_task
+from hookkit.hooks.attach import graph_task
 from hookkit.modules import class_name, unwrap
 from hookkit.recording import HookCallback
 from hookkit.records import Incident
@@ -101,7 +102,7 @@ class FlightRecorder(HookCallback):
             return select(model, modules, {"": NAMES[INPUT]})
         return {**modules, NAMES[INPUT]: root}
 
-    def _attach(self, name: str, module: nn.Module, leaf: str) -> Handle:
+    def _attach(self, name: str, module: nn.Module, leaf: str) -> RemovableHandle:
         if name == NAMES[INPUT]:
             return see_inputs(module, self._switch, INPUT)
         row = self._memory.row(name, class_name(module))
@@ -225,8 +226,9 @@ class FlightRecorder(HookCallback):
 
     def _gather(self) -> None:
         """Joins the incidents of all ranks, in the order of their steps: each rank has to call."""
-        own = {f"{i.step} {i.kind} {i.name}": i for i in self.incidents}
-        self.incidents = tuple(sorted(ranks.union(own).values(), key=lambda i: i.step))
+        found = [i for own in ranks.gather_object(self.incidents) for i in own]
+        first = {(i.step, i.kind, i.name): i for i in reversed(found)}
+        self.incidents = tuple(sorted(first.values(), key=lambda i: i.step))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_memory": None, "_unread": []}

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hookkit.hooks.attach import (
-    Handle,
     attach,
     brief,
     called,
@@ -33,7 +33,7 @@ Function = Callable[[nn.Module, Any, Any], Any]
 
 def see_outputs(
     module: nn.Module, switch: RecordSwitch, row: int, leaf: str, function: Function | None
-) -> Handle:
+) -> RemovableHandle:
     """Shows the tensors that a layer gives: of its whole output, of its part at the path `leaf`, or
     of what the user's `function(m, i, o)` makes of them.
     """
@@ -58,7 +58,7 @@ def see_outputs(
     return attach(module, hook, switch=switch)
 
 
-def see_inputs(module: nn.Module, switch: RecordSwitch, row: int) -> Handle:
+def see_inputs(module: nn.Module, switch: RecordSwitch, row: int) -> RemovableHandle:
     """Shows the tensors that a module is called with."""
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -70,7 +70,7 @@ def see_inputs(module: nn.Module, switch: RecordSwitch, row: int) -> Handle:
 
 def see_gradients(
     module: nn.Module, switch: RecordSwitch, row: int, leaf: str, function: Function | None
-) -> Handle:
+) -> RemovableHandle:
     """Shows the gradients of a layer's output, or of its part at the path `leaf`; or what the
     user's `function(m, grad_inputs, grad_outputs)` makes of all gradients of a call.
     """

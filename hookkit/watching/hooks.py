@@ -19,8 +19,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, optimizer as global_hooks
+from torch.utils.hooks import RemovableHandle
 
-from hookkit.hooks.attach import Handle, HookEntry, check_hookable, graph_task, is_tracing
+from hookkit.hooks.attach import attach, check_hookable, graph_task, is_tracing, remove_all
 from hookkit.modules import unwrap, wrappers
 from hookkit.watching.losses import one_number
 
@@ -68,7 +69,8 @@ class LoopHooks:
         self._steps: list[Optimizer] = []  # under way: a step may call another's
         self._evaluates = self._evaluated = False  # the closure of a step
         self._last_loss: Tensor | None = None  # of the loss function
-        self._handle, self._on_parts, self._undo = Handle(), Handle(), list[Callable[[], None]]()
+        self._handles, self._on_parts = list[RemovableHandle](), list[RemovableHandle]()
+        self._undo = list[Callable[[], None]]()
 
     def attach(self, loop: WatchedLoop) -> None:
         """Registers the hooks; `remove` removes all of them, also if this was cut short."""
@@ -77,8 +79,8 @@ class LoopHooks:
         for module in wrappers(self.outer):
             check_hookable(module, "watch")
             # before the user's hooks, which belong to the batch; after a forward that raised, too
-            self._handle.put(module, HookEntry(self._before), pre=True, prepend=True)
-            self._handle.put(module, HookEntry(self._after), always_call=True)
+            self._handles.append(attach(module, self._before, pre=True, prepend=True))
+            self._handles.append(attach(module, self._after, always_call=True))
             # Private: `Module._compiled_call_impl`, what `module.compile()` made (since 2.0), in
             # whose graph hooks do not run. Without it such a model is reported as never seen.
             # Copies and pickles of a module leave it out.
@@ -88,10 +90,11 @@ class LoopHooks:
         if not self.root_ran:
             for part in self.model.modules():  # a ScriptModule runs no Python hooks
                 if part is not self.model and not isinstance(part, torch.jit.ScriptModule):
-                    self._on_parts.put(part, HookEntry(self._before_part), pre=True, prepend=True)
+                    before = attach(part, self._before_part, pre=True, prepend=True)
+                    self._on_parts.append(before)
         if isinstance(self.loop.loss_func, nn.Module):
             check_hookable(self.loop.loss_func, "watch")
-            self._handle.put(self.loop.loss_func, HookEntry(self._after_loss))
+            self._handles.append(attach(self.loop.loss_func, self._after_loss))
         opts = [] if self.loop.finds_opts else self.loop.opts
         pairs: list[Any] = [(o.register_step_pre_hook, o.register_step_post_hook) for o in opts]
         for before, after in pairs or [_ANY_OPTIMIZER]:
@@ -103,8 +106,7 @@ class LoopHooks:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        self._handle.remove()
-        self._on_parts.remove()
+        remove_all([*self._handles, *self._on_parts])
         self._thread, self._evaluated = 0, True  # what is under way no longer counts
         vars(self).pop("loop", None)
 
@@ -148,7 +150,7 @@ class LoopHooks:
         with_grad = torch.is_grad_enabled()
         if module is self.model and module.training and with_grad and not self.root_ran:
             self.root_ran = True
-            self._on_parts.remove()
+            remove_all(self._on_parts)
         self.loop.forward_began(module.training, with_grad, (args, kwargs))
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -1,0 +1,107 @@
+"""Has PyTorch run a model layer by layer: what would pass hooks by is off, as long as it is asked.
+
+A compiled function ignores hooks that are added after its first run, so inside a `with` block
+compiled code runs eagerly; a hook that stays has to be there before that run, or everything is
+compiled once more (`forget_graphs`). PyTorch's fused path of a TransformerEncoder looks for hooks
+on its modules, but not for global hooks, or for modules that are skipped or swapped.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import torch
+
+
+class Setting:
+    """A setting of the process: the first owner changes it, the last one to end restores it.
+
+    Owners are blocks of all threads, which need not end in the reverse order of their beginning.
+    """
+
+    def __init__(self, change: Callable[[], Callable[[], Any]]) -> None:
+        self.change = change  # gives what undoes it
+        self.owners, self._lock = set[int](), Lock()
+        self._undo: Callable[[], Any] | None = None
+
+    def begin(self, owner: object) -> None:
+        """Changes it for `owner`."""
+        with self._lock:
+            if not self.owners:
+                self._undo = self.change()
+            self.owners.add(id(owner))
+
+    def end(self, owner: object) -> None:
+        """`owner` needs it no more; can be repeated."""
+        if id(owner) not in self.owners:
+            return
+        with self._lock:
+            self.owners.discard(id(owner))
+            if not self.owners and self._undo is not None:
+                self._undo()
+                self._undo = None
+
+
+def _unfuse() -> Callable[[], None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    return lambda: torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _stand_back() -> Callable[[], None]:
+    stance = torch.compiler.set_stance("force_eager")
+    return lambda: stance.__exit__(None, None, None)
+
+
+EAGER, _UNFUSED = Setting(_stand_back), Setting(_unfuse)
+
+
+def has_compiled() -> bool:
+    """Whether anything has been compiled in this process; loading the compiler is not enough.
+
+    An optimizer loads the compiler, and to set its stance would cost each block 145 µs.
+    """
+    # Private: `input_codes` of `torch._dynamo.convert_frame`, whose `seen` has the code that was
+    # compiled (since 2.0). Without it each block sets the stance, and is slower.
+    convert = sys.modules.get("torch._dynamo.convert_frame")
+    return convert is not None and bool(getattr(convert.input_codes, "seen", True))
+
+
+def enter_eager(owner: object, always: bool = False) -> None:
+    """Compiled functions run eagerly from now on, until `EAGER.end(owner)`.
+
+    Without `always` only if something has been compiled by now: then what is compiled for the first
+    time inside a block is compiled with the block's hooks.
+    """
+    loaded = has_compiled() or (always and "torch._dynamo.eval_frame" in sys.modules)
+    if loaded and not torch.compiler.is_compiling():
+        EAGER.begin(owner)
+
+
+@contextmanager
+def layer_by_layer(always: bool = False) -> Iterator[None]:
+    """A block in which every layer is called: no compiled code, no fused path of PyTorch's."""
+    owner = object()
+    try:
+        enter_eager(owner, always)
+        _UNFUSED.begin(owner)
+        yield
+    finally:
+        _UNFUSED.end(owner)
+        EAGER.end(owner)
+
+
+def forget_graphs() -> bool:
+    """Has everything compiled again at its next call, with the hooks that are there by then.
+
+    For hooks that stay and are added to a model that has run. Returns True if there was anything
+    compiled. Values do not change.
+    """
+    if not has_compiled():
+        return False
+    torch.compiler.reset()
+    return True
