@@ -139,7 +139,7 @@ class Registered:
     @property
     def removed(self) -> bool:
         """Whether none of it is registered."""
-        return not any([h.registered for h in self._each()])  # noqa: C419 - half the time
+        return all(not h.registered for h in self._each())
 
     def register(self) -> None:
         """Registers all of it, or nothing; does nothing where it is registered."""
@@ -169,9 +169,9 @@ class Registered:
         """Whether each hook has stored something."""
         fired = True
         for h in self._each():
-            for handle in h.handles:
-                handle.remove()
-            h.handles, h.registered = (), False
+            if h.handle is not None:
+                h.handle.remove()
+            h.handle, h.registered = None, False
             fired = fired and h.last is not None
         if self.switch.kind == "backward":
             _reset([h.module for h in self._each()])

@@ -13,6 +13,7 @@ from typing import Any, Self
 from weakref import ref
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hookkit.checks import check_flag
 from hookkit.errors import HookError, OptionError
@@ -115,8 +116,8 @@ class Hook(Calls, Registered):
     def _set(self, m: nn.Module | None, block: Block, name: str | None, leaf: str) -> None:
         self._module = _gone if m is None else ref(m)
         self.switch, self.name, self.leaf = block, name, leaf
-        self.handles = ()
-        self.registered = False  # what a compiled graph can ask, unlike the handles
+        self.handle: RemovableHandle | None = None
+        self.registered = False  # what a compiled graph can ask, unlike the handle
         self.n_calls, self.last, self.all, self.version, self.why = 0, None, None, -1, ""
 
     def _clear(self) -> None:
@@ -132,17 +133,14 @@ class Hook(Calls, Registered):
         m, block = self._module(), self.switch
         if m is None:
             raise HookError(f"{block.who}: the module of this hook is gone. Make a new hook.")
-        if block.kind == "forward" or block.kind == "grad":
-            kwargs = not block.fast or bool(self.leaf)
-            self.handles = (
-                m.register_forward_hook(self, prepend=block.prepend, with_kwargs=kwargs),
-            )
-        elif block.kind == "backward":
-            self.handles = (m.register_full_backward_hook(self, prepend=block.prepend),)
+        kind, first = block.kind, block.prepend
+        if kind == "forward" or kind == "grad":
+            kwargs = not block.fast or self.leaf != ""
+            self.handle = m.register_forward_hook(self, prepend=first, with_kwargs=kwargs)
+        elif kind == "backward":
+            self.handle = m.register_full_backward_hook(self, prepend=first)
         else:
-            self.handles = (
-                m.register_forward_pre_hook(self, prepend=block.prepend, with_kwargs=True),
-            )
+            self.handle = m.register_forward_pre_hook(self, prepend=first, with_kwargs=True)
         self.registered = True
 
     # -- called by PyTorch --------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from fastcore.foundation import L
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hookkit import ranks
 from hookkit.checks import OfLast
@@ -49,7 +50,7 @@ class Reading(HookEntry):
         "__weakref__",
         "_module",
         "all",
-        "handles",
+        "handle",
         "last",
         "leaf",
         "n_calls",
@@ -63,7 +64,7 @@ class Reading(HookEntry):
     switch: Block
     _module: Callable[[], nn.Module | None]
     all: list[Any] | None
-    handles: tuple[Any, ...]
+    handle: RemovableHandle | None
     last: Any
     leaf: str
     n_calls: int
