@@ -53,8 +53,8 @@ demo: $(STAMP)  ## train on real digits, print and draw what every layer did (AR
 test: $(STAMP) lint types  ## the whole suite: ruff, mypy strict, pytest with doctests
 	$(PYTEST) $(ARGS)
 
-test-quick: $(STAMP)  ## pytest without the slow tests and the zoo of models: under two minutes
-	$(PYTEST) -m "not slow and not zoo" $(ARGS)
+test-quick: $(STAMP)  ## pytest without slow tests, the zoo and several processes: about a minute
+	$(PYTEST) -m "not slow and not zoo and not ranks" $(ARGS)
 
 test-gpu: $(STAMP)  ## only the tests that need an accelerator (HOOKKIT_TEST_DEVICE=cuda:1)
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)

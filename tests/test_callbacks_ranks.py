@@ -25,6 +25,8 @@ from hookkit import (
     ranks,
 )
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("accelerate")
 
 

@@ -21,6 +21,7 @@ from hookkit.hooks import hook_all, hook_input, hook_inputs, hook_output, hook_o
 from hookkit.swapping import Catcher, swap
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute"),  # dynamo looks at non-leaves itself
 ]

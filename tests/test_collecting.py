@@ -284,6 +284,7 @@ def test_nothing_of_the_model_and_the_process_is_changed(tmp_path: Path) -> None
     assert fingerprint(model, (), {}) == before
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_seen(tmp_path: Path) -> None:
     model = net()
     compiled = torch.compile(model, backend="eager")
@@ -411,6 +412,7 @@ def dies_in_between(folder: Path, at: int) -> None:
     collected(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "at", "n_whole"),
     [(collected, 1, 0), (collected, 2, 0), (collected, 3, 2), (collected, 6, 4),

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 from hookkit import Activations, Covariance, Mean, TopK, collect
 from hookkit.errors import OptionError
 
+pytestmark = [pytest.mark.slow, pytest.mark.ranks]
+
 N = 11
 
 
@@ -100,7 +102,6 @@ def ordered(acts: Activations) -> list[Tensor]:
     return [acts.ids[at], acts["0"][at], acts["1"][at]]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", OPTIONS)
 def test_two_processes_give_what_one_gives(name: str, folder: Path) -> None:
     two, one = Activations(folder / "two" / name), Activations(folder / "one" / name)
@@ -113,7 +114,6 @@ def test_two_processes_give_what_one_gives(name: str, folder: Path) -> None:
     torch.testing.assert_close(two["0"][[5, 1]], wanted[1][[5, 1]])
 
 
-@pytest.mark.ranks
 def test_shuffled_positions_are_those_of_all_processes(folder: Path) -> None:
     order = torch.randperm(N, generator=torch.Generator().manual_seed(5))
 
@@ -124,7 +124,6 @@ def test_shuffled_positions_are_those_of_all_processes(folder: Path) -> None:
     assert torch.equal(Activations(folder / "shuffled" / "ids").ids, torch.arange(N))
 
 
-@pytest.mark.ranks
 def test_samples_that_several_processes_saw_count_once(folder: Path) -> None:
     acts, one = Activations(folder / "same"), Activations(folder / "one" / "ids")
 
@@ -132,13 +131,11 @@ def test_samples_that_several_processes_saw_count_once(folder: Path) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.ranks
 def test_processes_may_have_other_numbers_of_batches_or_no_row(folder: Path) -> None:
     assert Activations(folder / "ddp").ids.tolist() == [*range(N)]
     assert Activations(folder / "none")["0"].shape == (0, 6)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", ["apart", "same"])
 @pytest.mark.parametrize("blank", [Mean(), Covariance(), TopK(3)], ids=lambda b: type(b).__name__)
 def test_accumulators_are_those_of_one_process(name: str, blank: Any, folder: Path) -> None:
@@ -149,7 +146,6 @@ def test_accumulators_are_those_of_one_process(name: str, blank: Any, folder: Pa
         torch.testing.assert_close(found, one)
 
 
-@pytest.mark.ranks
 def test_a_missing_part_is_named(folder: Path, tmp_path: Path) -> None:
     for rank in range(2):
         shutil.copytree(folder / "two" / "positions", tmp_path / str(rank))
@@ -161,7 +157,6 @@ def test_a_missing_part_is_named(folder: Path, tmp_path: Path) -> None:
             acts["0"]
 
 
-@pytest.mark.ranks
 def test_a_part_of_something_else_is_named(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "two" / "positions", tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "rank1")

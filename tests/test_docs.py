@@ -29,6 +29,7 @@ def described() -> set[str]:
     return {n for text in texts for n in re.findall(r"^\.\. auto\w+:: (\S+)$", text, flags=re.M)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if p not in ALONE])
 def test_every_block_runs_and_prints_what_is_shown(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -173,6 +173,7 @@ def test_a_checkpoint_is_edited_again(
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_edited(net: nn.Sequential, x: Tensor) -> None:
     model = torch.compile(net, backend="eager")
     before = model(x)

@@ -44,6 +44,7 @@ def test_no_module_bears_a_public_functions_name() -> None:
     assert modules & set(names()) == set()
 
 
+@pytest.mark.slow
 def test_the_star_of_fastais_names_replaces_no_learner() -> None:
     code = """
 Learner = Callback = DataLoaders = Recorder = "fastai's"

@@ -5,7 +5,10 @@ from health_loops import LOOPS
 
 from hookkit.health import RULES, diagnose
 
-pytestmark = pytest.mark.filterwarnings("ignore::hookkit.errors.NeverFiredWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::hookkit.errors.NeverFiredWarning"),
+]
 
 NOTES = {
     *("repeated_data", "saturated", "initial_loss", "vanishing", "exploding", "overfit"),

@@ -24,6 +24,8 @@ from zoo import ZOO, Entry
 
 from hookkit.hooks import hook_inputs, hook_outputs
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("entry", ZOO, ids=lambda e: e.name)
 def test_every_call_of_every_module_is_captured_and_the_run_is_bit_identical(entry: Entry) -> None:

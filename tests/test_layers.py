@@ -122,6 +122,7 @@ def test_imports_point_up_the_rows(path: Path) -> None:
     assert breaches(path) == []
 
 
+@pytest.mark.slow
 def test_no_module_imports_itself_over_others() -> None:
     assert cycle(module_graph()) == []
 
@@ -155,6 +156,7 @@ def test_a_cycle_is_seen() -> None:
     assert cycle({"a": {"b", "numpy"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
 
 
+@pytest.mark.slow
 def test_import_loads_no_optional_library() -> None:
     code = (
         "import sys, torch; before = set(sys.modules); import hookkit; "

@@ -103,6 +103,7 @@ def test_a_resumed_fit_ends_as_one_that_was_never_interrupted(
     assert [row["epoch"] for row in again.recorder.rows()] == [2, 3]
 
 
+@pytest.mark.slow
 def test_workers_make_no_difference_to_a_resumed_fit(tmp_path: Path) -> None:
     whole = learner(tmp_path, workers=2)
     whole.fit(3)

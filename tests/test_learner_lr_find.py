@@ -76,6 +76,7 @@ MODES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_nothing_of_it_stays(mode: Any, first: bool, tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def test_what_the_page_shows_is_printed() -> None:
     assert printed == shown
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
 @pytest.mark.parametrize("name", SECTIONS)
 def test_each_library_records_what_the_plain_loop_does(

@@ -142,6 +142,7 @@ def test_a_full_history_merges_neighbours_exactly(
     assert record.value("std", 1)[0] == pytest.approx(first.std().item(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_memory_stays_bounded_over_hundreds_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "LIMIT", 2**20)
     stats = Tally("activation", ALL)

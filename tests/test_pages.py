@@ -59,6 +59,7 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "picture", lambda draw, caption: f"<p>{caption}</p>")
 
 
+@pytest.mark.slow
 def test_the_page_has_every_part_in_order_and_its_tags_balance(tmp_path: Path) -> None:
     html = html_of(made.exploding(made.run(n=60)), tmp_path)
 

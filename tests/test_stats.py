@@ -795,6 +795,7 @@ class TwoHeads(nn.Module):
         return {"a": self.a(x), "rest": (self.b(x), None)}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.traces_gradients

@@ -21,6 +21,8 @@ from hookkit.moments.tally import Options, Tally
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
 from hookkit.watching import watch
 
+pytestmark = pytest.mark.slow
+
 FOLDERS = tuple(str(Path(hookkit.__file__).parent / name) for name in ("moments", "stats"))
 Line = tuple[str, int]
 

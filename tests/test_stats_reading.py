@@ -112,6 +112,7 @@ def test_units_of_a_layer_that_never_ran_are_warned_about() -> None:
 # --- reading changes nothing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"every": 3}, {"with_hist": True}], ids=str)
 def test_what_is_recorded_does_not_depend_on_who_reads(options: dict[str, Any]) -> None:
     read, unread = (read_each(n, options) for n in (1, 0))

@@ -12,6 +12,7 @@ from hookkit.watching import watch
 
 # torch's own warnings while it traces
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*record_function.*"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
