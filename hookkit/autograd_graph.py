@@ -48,9 +48,10 @@ def graph_nodes(x: Any) -> Iterator[tuple[Any, list[Any]]]:
         node = stack.pop()
         inputs = [before for before, _ in node.next_functions if before is not None]
         yield node, inputs
-        new = dict.fromkeys(before for before in inputs if before not in seen)
-        seen.update(new)
-        stack += new
+        for before in inputs:
+            if before not in seen:
+                seen.add(before)
+                stack.append(before)
 
 
 def users_of(x: Any) -> dict[Any, list[Any]]:

@@ -13,7 +13,6 @@ tensors are reported as uncounted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -39,15 +38,12 @@ _FREE = ("linalg_vector_norm", "_sparse_softmax", "_sparse_log_softmax", "_spars
 _OWN = ("aten", "prims", "prim", "_c10d_functional", "c10d", "profiler", "debugprims", "inductor")
 
 
-def macs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
-    """Multiply-accumulates of one dispatched operation; None if there is no formula for it."""
-    formula = formula_of(func)
-    return 0 if formula is None else formula(*args, **{**kwargs, "out": out})
-
-
-@cache
 def formula_of(func: Any) -> MacFormula | None:
-    """The formula of an operation, also of its in-place form; None if it counts 0."""
+    """The formula of an operation, also of its in-place form; None if it counts 0.
+
+    It is called with the operation's arguments and, as `out=`, its result, and gives None where the
+    multiply-accumulates cannot be counted.
+    """
     name = name_of(func)
     space, _, short = name.partition("::")
     known = _FORMULAS.get(name) or _FORMULAS.get(name.rstrip("_"))

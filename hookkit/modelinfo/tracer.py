@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookkit.autograd_graph import graph_nodes
-from hookkit.modelinfo.macs import macs_of, name_of
+from hookkit.modelinfo.macs import MacFormula, formula_of, name_of
 from hookkit.modelinfo.tree import Tree, dtype_name, storage_of
 from hookkit.modules import can_run
 from hookkit.nested import Inputs, describe, leaves
@@ -83,16 +83,17 @@ class _Saved:
 
 
 @cache
-def _written(func: Any) -> tuple[int | str, ...]:
-    """Positions, or names, of the arguments that an operation writes in place."""
+def _known(func: Any) -> tuple[tuple[int | str, ...], MacFormula | None]:
+    """Positions, or names, of the arguments that an operation writes in place; its formula."""
     # `_schema` is private, in torch 2.11 to 2.13. Without it parameters that a forward writes in
     # place are not put back.
     arguments = enumerate(getattr(getattr(func, "_schema", None), "arguments", ()))
-    return tuple(
+    written = tuple(
         a.name if a.kwarg_only else i
         for i, a in arguments
         if a.alias_info is not None and a.alias_info.is_write
     )
+    return written, formula_of(func)
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -145,13 +146,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.n_macs > self.bound[0] or self.n_saved_bytes > self.bound[1]:
             self.stopped = True
             raise Stopped
-        if self.write is not None:
-            for at in _written(func):
+        places, formula = _known(func)
+        if places and self.write is not None:
+            for at in places:
                 written = args[at] if isinstance(at, int) and at < len(args) else kwargs.get(at)
                 for t in leaves(written):
                     self.write(t)
         out = func(*args, **kwargs)
-        macs = macs_of(func, args, kwargs, out)
+        if formula is None:
+            return out
+        macs = formula(*args, **{**kwargs, "out": out})
         if macs is None:
             self.trace.uncounted[name_of(func)] += 1
         elif macs:
