@@ -19,8 +19,11 @@ Each message has three parts: what was given, what was found, what to do.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+from types import FrameType
 
 __all__ = [
     "ArgumentError",
@@ -86,6 +89,18 @@ class OverwrittenWarning(HookkitWarning):
 
 class CompiledWarning(HookkitWarning):
     """A compiled model ignores a hook added after its first call."""
+
+
+def warn(message: str, kind: type[HookkitWarning] = HookkitWarning) -> None:
+    """Warns at the user's line: the first one outside of hookkit, PyTorch and `with` itself."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _home(frame) in ("hookkit", "torch", "contextlib"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, kind, stacklevel=level)
+
+
+def _home(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:

@@ -15,13 +15,12 @@ from contextlib import ExitStack
 from functools import partial
 from threading import get_ident
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import Tensor, nn
 
 from hookkit.checks import check_flag
-from hookkit.errors import NeverFiredWarning
+from hookkit.errors import NeverFiredWarning, warn
 from hookkit.hooks.attach import attach, check_hookable, in_thread
 from hookkit.hooks.block import StopForward
 from hookkit.hooks.calls import is_exporting, owned
@@ -152,7 +151,6 @@ class FeatureExtractor(Wrapper):
             "them out, or see which layers this input runs with print_sizes(model). DataParallel "
             "runs threads of its own: wrap the extractor in it.",
             NeverFiredWarning,
-            stacklevel=5,
         )
 
     def extra_repr(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
 from operator import methodcaller
 from typing import Any
 
@@ -12,7 +11,7 @@ from hookkit import ranks
 from hookkit.callbacks.callback import Callback
 from hookkit.callbacks.readout import run_of
 from hookkit.checks import check_number
-from hookkit.errors import HookkitWarning
+from hookkit.errors import warn
 from hookkit.health import Finding, diagnose
 from hookkit.markup import Output, in_notebook
 from hookkit.pages import picture
@@ -92,7 +91,7 @@ class ShowHealth(Callback):
         except Exception as error:
             self._next = float("inf")
             text = f"ShowHealth shows nothing more: {error!r}. diagnose() reads what is recorded."
-            warnings.warn(text, HookkitWarning, stacklevel=2)
+            warn(text)
             return
         now = time.perf_counter()
         self._spent += now - began

@@ -13,19 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import Tensor, nn
 
 from hookkit.checks import check_flag, check_module
-from hookkit.errors import (
-    ArgumentError,
-    HookError,
-    HookkitWarning,
-    NeverFiredWarning,
-    OptionError,
-)
+from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError, warn
 from hookkit.hooks.attach import attach, is_compiling, is_tracing, recomputing
 from hookkit.hooks.calls import owned
 from hookkit.hooks.eager import layer_by_layer
@@ -93,7 +86,6 @@ def swap(
             "The model did not run these layers, or it reads their weights without calling them, "
             "or it holds them in a list: hook_outputs follows a module wherever it is called.",
             NeverFiredWarning,
-            stacklevel=5,
         )
 
 
@@ -190,8 +182,6 @@ def _restore(places: list[_Place]) -> None:
             "swap: inside the block other code put another module in the place of "
             f"{', '.join(lost)}, which was not changed. End blocks in the reverse order of their "
             "beginning.",
-            HookkitWarning,
-            stacklevel=6,
         )
 
 

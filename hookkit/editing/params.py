@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from hookkit.checks import check_function, check_module, shown
 from hookkit.editing.edits import check_edit
-from hookkit.errors import HookError, NeverFiredWarning, SelectionError, nearest
+from hookkit.errors import HookError, NeverFiredWarning, SelectionError, nearest, warn
 from hookkit.hooks.block import Block
 from hookkit.hooks.hook import Hook
 from hookkit.modules import join, unwrap
@@ -59,11 +58,10 @@ class ParamSelection(dict[str, nn.Parameter]):
         idle = [name for name, grad in found.items() if grad is None]
         if idle:
             few = ", ".join(f'"{name}"' for name in idle[:5]) + (" …" if idle[5:] else "")
-            warnings.warn(
+            warn(
                 f"select_params: no gradient came to {len(idle)} of {len(self)} parameters: {few}. "
                 "Run forward and backward inside the block, or select others.",
                 NeverFiredWarning,
-                stacklevel=4,
             )
 
     @contextmanager

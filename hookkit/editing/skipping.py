@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from hookkit.errors import NeverFiredWarning
+from hookkit.errors import NeverFiredWarning, warn
 from hookkit.hooks.attach import brief, check_hookable, note
 from hookkit.hooks.eager import layer_by_layer
 from hookkit.nested import tmap
@@ -65,10 +64,9 @@ def skip_module(module: nn.Module, value: Any) -> Iterator[None]:
             if own is not None:
                 vars(module)["forward"] = own
     if not n_calls:
-        warnings.warn(
+        warn(
             f"skip_module: nothing was skipped: {brief(module)} was not called. Run the model "
             "inside the block; what uses the weights of a module without calling it (attention "
             "and its out_proj) cannot be skipped so.",
             NeverFiredWarning,
-            stacklevel=3,
         )

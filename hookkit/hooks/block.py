@@ -7,7 +7,6 @@ far as it is known.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from hookkit.checks import check_choice, check_flag, check_function
-from hookkit.errors import NeverFiredWarning, OptionError
+from hookkit.errors import NeverFiredWarning, OptionError, warn
 from hookkit.hooks.attach import Switch
 from hookkit.hooks.eager import EAGER, enter_eager
 
@@ -211,7 +210,7 @@ class Registered:
             block.leave()
         if e is None:
             if (not fired or block.stop) and (text := self._missed(missed)):
-                warnings.warn(text, NeverFiredWarning, stacklevel=2)
+                warn(text, NeverFiredWarning)
         elif isinstance(e, StopForward):
             return e.owner is block
         elif isinstance(e, RuntimeError) and block.kind == "backward":

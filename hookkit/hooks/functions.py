@@ -9,7 +9,6 @@ one: `F.relu`, `torch.relu_`, `x.relu`; `+` is `add`.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hookkit.checks import check_choice, check_flag, kind_of
-from hookkit.errors import ArgumentError, HookError, HookkitWarning, NeverFiredWarning, OptionError
+from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError, warn
 from hookkit.hooks.attach import check_hookable, graph_task
 from hookkit.hooks.block import Block
 from hookkit.hooks.collection import Hooks, Modules, named_modules_of
@@ -206,13 +205,11 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         if self.heads.setdefault(where, heads) == heads or self.switch.warned:
             return
         self.switch.warned = True
-        warnings.warn(
+        warn(
             f"{self.switch.who}: attention in {where or 'the model'} was called with "
             f"{self.heads[where]} heads, and now with {heads}: grouped queries are packed (as "
             "transformers does in generate), so a head's number means another one here. Use the "
             "input of the output projection instead: edit_input(…o_proj, …).",
-            HookkitWarning,
-            stacklevel=4,
         )
 
     @property
@@ -241,7 +238,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         finally:
             ended = Hooks.__exit__(self, kind, e, tb)
         if e is None and not self.hooks and not self.quiet:
-            warnings.warn(self.never_called(), NeverFiredWarning, stacklevel=2)
+            warn(self.never_called(), NeverFiredWarning)
         return ended
 
     def never_called(self) -> str:

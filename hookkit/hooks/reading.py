@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookkit import ranks
 from hookkit.checks import OfLast
-from hookkit.errors import CompiledWarning, OptionError, OverwrittenWarning
+from hookkit.errors import CompiledWarning, OptionError, OverwrittenWarning, warn
 from hookkit.hooks.attach import HookEntry, brief
 from hookkit.hooks.block import NOT_WANTED, Block
 from hookkit.hooks.eager import has_compiled
@@ -102,12 +101,11 @@ class Reading(HookEntry):
             self._warn_if_compiled()
         elif self.version != -1 and self.version_is_old():
             self.version = -1
-            warnings.warn(
+            warn(
                 f"{self.switch.who}: what is stored of {self.label} was overwritten in place after "
                 "it was stored (a layer with inplace=True, or an operation such as `+=`), so this "
                 "is not what the layer gave. Store a copy: Hook(m, torch.clone, detach=False).",
                 OverwrittenWarning,
-                stacklevel=4,
             )
         self.last = settled(self.last)
         return self.last
@@ -141,13 +139,12 @@ class Reading(HookEntry):
         if not has_compiled() or self.module is None:
             return
         block.warned = True
-        warnings.warn(
+        warn(
             f"{block.who}: the hook on {self.label} has seen no call. If it is part of a compiled "
             "model that had run before: torch.compile ignores hooks that are added after the first "
             "call, of this model or of another of its class. Add the hook before that call, use it "
             "in a `with` block, or call torch.compiler.reset().",
             CompiledWarning,
-            stacklevel=4,
         )
 
     if not TYPE_CHECKING:  # a checker shall see a misspelt name

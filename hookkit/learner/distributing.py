@@ -7,7 +7,6 @@ Accelerator's. Here the Learner's model, optimizer and loaders are only replaced
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ from hookkit import ranks
 from hookkit.callbacks import Callback
 from hookkit.callbacks.readout import gather
 from hookkit.data import n_batches
-from hookkit.errors import HookkitWarning, OptionError, missing_extra
+from hookkit.errors import OptionError, missing_extra, warn
 
 
 class AccelerateCallback(Callback):
@@ -93,13 +92,11 @@ def _check(engine: Any, loaders: list[Any], options: dict[str, Any]) -> None:
             f"makes decides for all of its later ones."
         )
     if n > 1 and any(_counts_padding(engine, dl) for dl in loaders[1:]):
-        warnings.warn(
+        warn(
             "distrib_ctx: accelerate adds rows so that all ranks have equally many, and removes "
             "them by the length of the data set. A validation loader has another length, so they "
             "may count in losses, metrics and predictions. Give a DataLoader without a sampler "
             "(of a torch.utils.data.Subset), and a stream without dispatch_batches=False.",
-            HookkitWarning,
-            stacklevel=4,
         )
 
 

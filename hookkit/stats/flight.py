@@ -8,7 +8,6 @@ weights. On a GPU that would wait, so the batch before is looked at: its answer 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookkit import ranks
 from hookkit.checks import check_choice, check_number, shown
-from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
+from hookkit.errors import NonFiniteError, OptionError, warn
 from hookkit.events import CancelStepException
 from hookkit.hooks.attach import graph_task
 from hookkit.modules import class_name, unwrap
@@ -151,12 +150,10 @@ class FlightRecorder(HookCallback):
     def _warn_too_late(self, why: str) -> None:
         if self.on_nonfinite == "skip" and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f'FlightRecorder("skip"): this step {why}, so NaN and Inf are found too late to '
                 f"skip it, and are only reported. Call `backward()` first and a torch optimizer's "
                 f"`step()` after it.",
-                HookkitWarning,
-                stacklevel=2,
             )
 
     def after_step(self) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor
 
-from hookkit.errors import HookkitWarning, OptionError
+from hookkit.errors import OptionError, warn
 from hookkit.moments.reading import is_clamped
 from hookkit.records import Exports, Record
 from hookkit.stats.stats_callback import StatsCallback
@@ -142,11 +141,9 @@ class LayerStats(Exports, StatsCallback):
         name, kind = self.record().names[row], self.record().types[row]
         dead = self.tally.dead(name)
         if dead is None or not is_clamped(self.tally.consumers, name, kind):
-            warnings.warn(
+            warn(
                 f'dead units of "{name}" cannot be listed: it did not run, or it is no ReLU, and '
                 f"none alone reads it. Look at another layer: `.names` lists all.",
-                HookkitWarning,
-                stacklevel=2,
             )
             return []
         units: list[int] = np.flatnonzero(dead).tolist()
