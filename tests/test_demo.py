@@ -1,14 +1,15 @@
 """`python -m hookkit.demo`: real data, one command, clear about bad values."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("sklearn")
-pytest.importorskip("matplotlib")
-pytest.importorskip("tqdm")
-
 from hookkit import demo
+
+pytestmark = pytest.mark.skipif(
+    not all(map(find_spec, ("sklearn", "matplotlib", "tqdm"))), reason="needs hookkit[demo]"
+)
 
 
 @pytest.mark.slow
