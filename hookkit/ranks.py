@@ -105,10 +105,11 @@ def gather(x: Any, names: Sequence[str] | None = None) -> Any:
         for label, part in zip(labels, parts, strict=True)
     ]
     texts = [f"{label}, {describe(part)}" for label, part in zip(labels, parts, strict=True)]
-    rows = [(t if t.ndim else t.view(1)).detach().cpu().contiguous() for t in leaves(x)]
-    as_bytes = [t.view(torch.uint8) for t in rows]  # PyTorch pickles no float8
     with together(f"read {labels[0] if labels else 'nothing'}{more}, gathered", after_s=1.0):
         _check_alike(gather_object((forms, texts)))
+        # after the check: what cannot be sent is an error on all ranks, and none waits for another
+        rows = [(t if t.ndim else t.view(1)).detach().cpu().contiguous() for t in leaves(x)]
+        as_bytes = [t.view(torch.uint8) for t in rows]  # PyTorch pickles no float8
         everyone = iter(zip(*gather_object(as_bytes), strict=True))
     return tmap(lambda t: torch.cat(next(everyone)).view(t.dtype).to(t.device), x)
 

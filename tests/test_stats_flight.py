@@ -10,6 +10,7 @@ import torch
 from hooked import n_hooks
 from torch import Tensor, nn
 
+from hookkit import ranks
 from hookkit.callbacks import Callback
 from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
 from hookkit.records import Incident
@@ -464,3 +465,17 @@ def test_only_the_selected_part_of_an_output_is_watched() -> None:
         opt.step()
 
     assert (len(one.incidents), len(both.incidents)) == (0, 1)
+
+
+def test_incidents_of_ranks_are_joined_by_step_the_first_ranks_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = Incident("activation", "fc1", "Linear", 7), Incident("loss", "", "", 9)
+    theirs = Incident("activation", "fc1", "Linear", 7), Incident("activation", "fc2", "Linear", 7)
+    flight = FlightRecorder("report")
+    monkeypatch.setattr(ranks, "gather_object", lambda x: [own, theirs])
+
+    flight._gather()
+
+    assert [(i.step, i.name) for i in flight.incidents] == [(7, "fc1"), (7, "fc2"), (9, "")]
+    assert flight.incidents[0] is own[0]

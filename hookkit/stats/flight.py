@@ -223,8 +223,9 @@ class FlightRecorder(HookCallback):
 
     def _gather(self) -> None:
         """Joins the incidents of all ranks, in the order of their steps: each rank has to call."""
-        found = [i for own in ranks.gather_object(self.incidents) for i in own]
-        first = {(i.step, i.kind, i.name): i for i in reversed(found)}
+        first = dict[Any, Any]()
+        for incident in (i for own in ranks.gather_object(self.incidents) for i in own):
+            first.setdefault((incident.step, incident.kind, incident.name), incident)
         self.incidents = tuple(sorted(first.values(), key=lambda i: i.step))
 
     def __getstate__(self) -> dict[str, Any]:
