@@ -54,7 +54,7 @@ def test_more_than_five_are_counted_and_five_are_shown() -> None:
 
     assert "8 of 8 hooks never fired" in text
     assert text.count("not called") == 5
-    assert "; and 3 more. What they store is None: run the model inside the block" in text
+    assert "; and 3 more. Run the model inside the block" in text
 
 
 def test_an_attentions_projection_has_its_reason(x: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from hookkit.hooks import Hook, hook_input, hook_inputs, hook_output, hook_outputs
 from hookkit.nested import leaves, tmap
+from hookkit.selecting import select
 
 
 class Calls(nn.Module):
@@ -231,6 +232,20 @@ def test_the_three_inputs_of_self_attention_have_a_gradient_each() -> None:
         m(x, x, x)[0].pow(2).sum().backward()
 
     torch.testing.assert_close(h.stored, tuple(s.grad for s in slots))
+
+
+def test_of_a_part_of_the_inputs_only_its_gradient_is_stored() -> None:
+    class Pair(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return 2 * a + 3 * b
+
+    net, x = nn.ModuleDict({"pair": Pair()}), torch.ones(2, requires_grad=True)
+    with hook_inputs(select(net, "pair[1]"), grad=True) as h:
+        net["pair"](x, x + 1).sum().backward()
+
+    assert torch.equal(h[0].stored[0], torch.full((2,), 3.0))
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((2,), 5.0))
 
 
 def test_stored_gradients_are_not_rewritten_by_the_optimizer() -> None:

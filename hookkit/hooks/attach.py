@@ -71,10 +71,10 @@ class HookEntry:
         callback: called with what PyTorch passes; None makes the entry do nothing.
         switch: the callback is called only while it is on.
         edit: what the callback returns replaces the output (or the inputs). Else it is ignored.
-        same: the model computes the same without it.
+        observes: the model computes the same without it.
     """
 
-    __slots__ = ("callback", "edit", "same", "switch")
+    __slots__ = ("callback", "edit", "observes", "switch")
 
     def __init__(
         self,
@@ -84,12 +84,7 @@ class HookEntry:
         observes: bool = False,
     ) -> None:
         self.callback, self.switch, self.edit = callback, switch or _ALWAYS, edit
-        self.same = observes or not edit
-
-    @property
-    def observes(self) -> bool:
-        """Whether the model computes the same without it."""
-        return self.same
+        self.observes = observes or not edit
 
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
         """Passes the call on."""

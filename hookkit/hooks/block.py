@@ -172,8 +172,12 @@ class Registered:
                 h.handle.remove()
             h.handle, h.registered = None, False
             fired = fired and h.last is not None
-        if self.switch.kind == "backward":
-            _reset([h.module for h in self._each()])
+        for m in [h.module for h in self._each()] if self.switch.kind == "backward" else ():
+            if m is not None and not m._backward_hooks:
+                # Private: PyTorch sets `_is_full_backward_hook` with the first full backward hook
+                # and never resets it (since 1.8). Without this line the module would go on refusing
+                # backward hooks of the old sort.
+                m._is_full_backward_hook = None
         return fired
 
     def _begin(self) -> None:
@@ -223,34 +227,21 @@ class Registered:
         texts = [f"{label}: {why}" for label, why in idle.items()]
         few = "; ".join(texts[:5]) + (f"; and {len(texts) - 5} more" if texts[5:] else "")
         if block.stop and waiting:
-            return (
-                f"{block.who}: stop=True was never reached, so the whole forward ran. Never fired: "
-                f"{few}. Run the model inside the block, or do not hook these modules."
-            )
-        if block.stop and self._each():
+            what = "stop=True was never reached, so the whole forward ran. Never fired: "
+        elif block.stop and self._each():
             return (
                 f"{block.who}: the model caught StopForward (by `except:` or `except "
                 "BaseException`), so the forward continued. The stored values are correct. Use "
                 "`except Exception` in the model."
             )
-        if not idle:
+        elif not idle:
             return ""
+        else:
+            what = f"{len(idle)} of {len(self._each())} hooks never fired: "
         run = "loss.backward()" if _NO_BACKWARD in idle.values() else "the model"
-        empty = "Run" if block.keep == "none" else "What they store is None: run"
         return (
-            f"{block.who}: {len(idle)} of {len(self._each())} hooks never fired: {few}. "
-            f"{empty} {run} inside the block, or do not hook these modules."
+            f"{block.who}: {what}{few}. Run {run} inside the block, or do not hook these modules."
         )
-
-
-def _reset(modules: Sequence[nn.Module | None]) -> None:
-    """Has modules without full backward hooks take backward hooks of any sort again."""
-    for m in modules:
-        if m is not None and not m._backward_hooks:
-            # Private: PyTorch sets `_is_full_backward_hook` with the first full backward hook and
-            # never resets it (since 1.8). Without this line the module would go on refusing
-            # backward hooks of the old sort.
-            m._is_full_backward_hook = None
 
 
 def hint(e: BaseException) -> None:

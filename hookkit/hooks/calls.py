@@ -16,9 +16,9 @@ from hookkit.errors import HookError
 from hookkit.hooks.attach import graph_task, note
 from hookkit.hooks.block import TRACED, StopForward
 from hookkit.hooks.grads import Receive, listen_inputs, listen_output
-from hookkit.hooks.parts import check_same, edits_grad, part_at, positional, stores_grads
+from hookkit.hooks.parts import check_grad, check_same, new_inputs, part_at
 from hookkit.hooks.reading import Reading
-from hookkit.hooks.snapshot import aliases_user_memory, store, version_of
+from hookkit.hooks.snapshot import store, version_of
 from hookkit.nested import Inputs, leaves, put, tmap
 
 is_compiling = torch.compiler.is_dynamo_compiling  # a third of the cost of is_compiling
@@ -37,19 +37,6 @@ else:
     is_exporting = torch.compiler.is_exporting
 
 
-def _without_gradient(found: list[Tensor], kind: str) -> str:
-    """Why there will be no gradient of a call that gave, or took, the tensors in `found`."""
-    if not found:
-        return "hookkit finds no tensor there; hook a layer inside it, or one that gives tensors"
-    if is_grad_enabled():
-        what = "inputs" if kind == "pre_grad" else "outputs"
-        return f"none of its {what} requires a gradient (its parameters and inputs are frozen)"
-    return (
-        "it ran with gradients switched off (no_grad, inference_mode, or a checkpoint with "
-        "use_reentrant=True)"
-    )
-
-
 def owned(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """What a module was called with, and its buffers: memory that the user may share with numpy."""
     # Private: `Module._buffers` (since before 2.0); `buffers(recurse=False)` costs several times
@@ -65,65 +52,38 @@ class Calls(Reading):
     def _run(self, module: nn.Module, args: Any, x: Any, output: Any) -> Any:
         """A call of any kind; `x` is what PyTorch passes after the inputs."""
         block, kind = self.switch, self.switch.kind
-        if kind == "forward":
-            plain = block.fast and not self.leaf  # registered without keyword inputs
-            kwargs, output = ({}, x) if plain else (x, output)
-            return self._after(module, args, kwargs, output)
-        if kind == "pre":
-            return self._before(module, args, x)
         if kind == "backward":
             return self._backward(module, args, x)
-        inputs = kind == "pre_grad"
-        seen = self._part(Inputs(args, x) if inputs else output)
-        receive = self._receiver(module, seen)
-        if receive is None:
-            return None
-        if inputs:
-            return listen_inputs(module, args, x, receive)
-        new = listen_output(module, args, x, seen, receive)
-        return None if new is None else put(output, self.leaf, new)
+        if kind == "forward" and block.fast and not self.leaf:  # registered without keyword inputs
+            return self._forward(module, args, {}, x)
+        if kind.endswith("grad"):
+            return self._listen(module, args, x, output)
+        return self._forward(module, args, x, output)
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """After the forward: stores the output, or what the function makes of it."""
-        block = self.switch
+    def _forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> Any:
+        """After the forward, or before it: stores the output, or the inputs, or what the function
+        makes of them; gives the replacement, if the hook edits.
+        """
+        block, pre = self.switch, self.switch.kind == "pre"
         if not self._counts():
             return None
-        x = self._part(output)
+        value = Inputs(args, kwargs) if pre else output
+        part = self._part(value)
         if block.func is None:
-            self._keep(x, owned(module, args, kwargs))
+            self._keep(part, owned(module, args, kwargs))
             return None
-        inputs, given = Inputs(args, kwargs), list(owned(module, args, kwargs))
-        if not block.edit and block.detach:
-            users = [i for i, t in enumerate(leaves(x)) if aliases_user_memory(t, given)]
-            inputs, x = tmap(Tensor.detach, inputs), tmap(Tensor.detach, x)
-            given += [inputs, inputs.kwargs, *(leaves(x)[i] for i in users)]
-        new = self._call(module, inputs, x)
-        self._seen(new, given)
+        seen = (part,) if pre else (Inputs(args, kwargs), part)
+        if block.detach and not block.edit:
+            seen = tuple([tmap(Tensor.detach, x) for x in seen])
+        new = self._call(module, *seen)
+        if is_compiling() or graph_task() == -1:  # else a checkpoint runs the layer again
+            self._keep(new)
         if not block.edit or new is None:
             return None
-        check_same(block.who, self.label, x, new)
-        return put(output, self.leaf, new)
-
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before the forward: stores the inputs, or what the function makes of them."""
-        block, inputs = self.switch, Inputs(args, kwargs)
-        if not self._counts():
-            return None
-        x = self._part(inputs)
-        if block.func is None:
-            self._keep(x, owned(module, args, kwargs))
-            return None
-        x = x if block.edit or not block.detach else tmap(Tensor.detach, x)
-        new = self._call(module, x)
-        self._seen(new, (*owned(module, args, kwargs), x))
-        if not block.edit or new is None:
-            return None
-        if self.leaf:
-            check_same(block.who, self.label, x, new)
-            new = put(inputs, self.leaf, new)
-        if isinstance(new, Inputs):
-            return tuple(new), new.kwargs
-        return positional(block.who, self.label, inputs, new), kwargs
+        if self.leaf or not pre:
+            check_same(block.who, self.label, part, new)
+            new = put(value, self.leaf, new)
+        return new_inputs(block.who, self.label, value, new) if pre else new
 
     def _backward(self, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
         """In the backward pass, by PyTorch's full backward hook."""
@@ -134,10 +94,24 @@ class Calls(Reading):
         new = grad_output
         if block.func is not None:
             new = self._call(module, grad_input, grad_output)
-        self._keep(new)
+        self._keep(new, ())
         if not block.edit:
             return None
         return (new,) if isinstance(new, Tensor) else new  # else PyTorch reads its first rows
+
+    def _listen(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """In the forward: has the gradients of what the module gives, or takes, arrive here."""
+        pre = self.switch.kind == "pre_grad"
+        value = Inputs(args, kwargs) if pre else output
+        part = self._part(value)
+        if not self._expects(leaves(part)):
+            return None
+        receive = self._edit_grad(module) if self.switch.edit else self._store_grads(part)
+        if not pre:
+            new = listen_output(module, args, kwargs, part, receive)
+            return None if new is None else put(output, self.leaf, new)
+        new = put(value, self.leaf, listen_inputs(module, value, part, receive))
+        return tuple(new), new.kwargs
 
     def _counts(self) -> bool:
         """Whether this call counts. Of what a checkpoint runs again, only edits are repeated."""
@@ -163,12 +137,7 @@ class Calls(Reading):
             note(e, func, self.label)
             raise
 
-    def _seen(self, new: Any, given: Any) -> None:
-        """Keeps what the function returned, unless a checkpoint has run the layer again."""
-        if is_compiling() or graph_task() == -1:
-            self._keep(new, given)
-
-    def _keep(self, x: Any, given: Any = ()) -> None:
+    def _keep(self, x: Any, given: Any = None) -> None:
         """Stores what a call gave, counts the call, and ends the forward if it was the last."""
         block = self.switch
         if block.keep != "none":
@@ -190,28 +159,75 @@ class Calls(Reading):
                 block.waiting = None
                 raise StopForward(block)
 
-    def _receiver(self, module: nn.Module, x: Any) -> Receive | None:
-        """What gets the gradients of this call of `module`; None if there will be none."""
-        block, found = self.switch, leaves(x)
+    def _expects(self, tensors: list[Tensor]) -> bool:
+        """Whether gradients of this call, which gave or took `tensors`, are to come; counts it."""
+        block = self.switch
         again = not is_compiling() and graph_task() != -1
-        learns = is_grad_enabled() and any(t.requires_grad for t in found)
         if not again and not block.edit and not is_compiling():
             self.n_calls += 1
             if block.keep == "all":
                 self.all = self.all or []
-                self.all.append((None,) * len(found))
-        if not learns:
-            self.why = self.why or _without_gradient(found, block.kind)
-            return None
-        call = self.n_calls
-        if again and block.keep == "all":  # a reentrant checkpoint: which call is that?
-            empty = [
-                i for i, grads in enumerate(self.all or ()) if not any(map(torch.is_tensor, grads))
-            ]
-            if len(empty) != 1:
-                return None
-            call = empty[0] + 1
+                self.all.append((None,) * len(tensors))
+        if not (is_grad_enabled() and any(t.requires_grad for t in tensors)):
+            self.why = self.why or _without_gradient(tensors, block.kind)
+            return False
+        if again and block.keep == "all" and self.n_calls > 1:
+            self.why = 'a checkpoint with use_reentrant=True ran its calls again; use keep="last"'
+            return False
         self.why = "no gradient arrived inside the block" if block.edit else ""
-        if block.edit:
-            return edits_grad(ref(self), ref(module))
-        return stores_grads(ref(self), len(found), call)
+        return True
+
+    # The graph holds these functions, so they hold the hook weakly: Python's garbage collector
+    # finds no reference cycle that goes through the graph.
+
+    def _store_grads(self, part: Any) -> Receive:
+        """What stores the gradients of `part`, of this call; of several calls `last` is the last
+        one's. A new backward pass begins anew.
+        """
+        hook, n, call = ref(self), len(leaves(part)), self.n_calls
+        task, grads = -1, list[Tensor | None]()
+
+        def receive(i: int, grad: Tensor) -> None:
+            nonlocal task, grads
+            h = hook()
+            if h is None or not h.registered or not h.switch.on:
+                return
+            if not grads or task != graph_task():
+                task, grads = graph_task(), [None] * n
+            grads[i] = store(grad, h.switch, ())
+            if call >= h.version:
+                h.last, h.version = tuple(grads), call
+            if h.all is not None:
+                h.all[call - 1] = tuple(grads)
+
+        return receive
+
+    def _edit_grad(self, module: nn.Module) -> Receive:
+        """What replaces each gradient by what the user's function returns for it."""
+        hook, owner = ref(self), ref(module)
+
+        def receive(i: int, grad: Tensor) -> Any:
+            h, m = hook(), owner()
+            if h is None or m is None or not h.registered or not h.switch.on:
+                return None
+            new: Any = h._call(m, grad)
+            if not torch.compiler.is_compiling():
+                h.n_calls += 1
+            if new is not None:
+                check_grad(h.switch.who, h.label, grad, new)
+            return new
+
+        return receive
+
+
+def _without_gradient(tensors: list[Tensor], kind: str) -> str:
+    """Why there will be no gradient of a call that gave, or took, `tensors`."""
+    if not tensors:
+        return "hookkit finds no tensor there; hook a layer inside it, or one that gives tensors"
+    if is_grad_enabled():
+        what = "inputs" if kind == "pre_grad" else "outputs"
+        return f"none of its {what} requires a gradient (its parameters and inputs are frozen)"
+    return (
+        "it ran with gradients switched off (no_grad, inference_mode, or a checkpoint with "
+        "use_reentrant=True)"
+    )

@@ -32,24 +32,14 @@ from hookkit.modules import unwrap
 from hookkit.selecting import select
 
 Within = nn.Module | Modules | None
-_OPERATORS = {
-    "truediv": "div",
-    "floordiv": "floor_divide",
-    "mod": "remainder",
-    "and": "bitwise_and",
-    "or": "bitwise_or",
-    "xor": "bitwise_xor",
-    "invert": "bitwise_not",
-    "lshift": "bitwise_left_shift",
-    "rshift": "bitwise_right_shift",
-}
 # Functions of Python inside which calls count: a checkpoint runs the model again in a backward.
 _OPEN = frozenset(("backward", "grad", "multi_head_attention_forward"))
 _HOME = str(Path(__file__).parents[1])
 
 
+@lru_cache(1000)
 def plain_name(f: Any) -> str:
-    """The name that the forms of a function share.
+    """The name that the forms of a function share; of `/` that is `div`.
 
     >>> [plain_name(f) for f in (torch.relu_, Tensor.__iadd__, Tensor.__rsub__, Tensor.__matmul__)]
     ['relu', 'add', 'sub', 'matmul']
@@ -60,7 +50,7 @@ def plain_name(f: Any) -> str:
     name = name.strip("_")
     if name[0] in "ir" and hasattr(Tensor, f"__{name[1:]}__"):
         name = name[1:]
-    return _OPERATORS.get(name, name)
+    return "div" if name == "truediv" else name
 
 
 class FunctionCall:
@@ -117,7 +107,6 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         _check_torchs(block.who, f)
         self.switch, self.hooks, self.numbered, self.on = block, [], numbered, False
         self.wanted = {plain_name(f)}
-        self.others = set[str]()  # names of functions that are not wanted
         self.within = None if within is None else _names_of(block, within)
         self._reset()
 
@@ -127,19 +116,12 @@ class FunctionHooks(Hooks, TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by PyTorch in the place of `func`; the mode is off meanwhile."""
-        kwargs, own = kwargs or {}, getattr(func, "__name__", "")
-        if own in self.others:
-            return func(*args, **kwargs)
-        name = plain_name(func)
-        if name in self.wanted:
-            if not self.switch.on or _is_hookkits():
-                return func(*args, **kwargs)
+        kwargs, name = kwargs or {}, plain_name(func)
+        if name in self.wanted and self.switch.on and not _is_hookkits():
             return self._hooked(func, name, args, kwargs)
         if name in _OPEN and isinstance(func, FunctionType):
             with self._pushed():
                 return _undispatched(func)(*args, **kwargs)
-        if name not in _OPEN:
-            self.others.add(own)
         return func(*args, **kwargs)
 
     def _hooked(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -34,7 +34,7 @@ def listen_output(
         return None
     # Private: `Tensor._base`, see `snapshot`. A Linear on three dimensions gives a view of its
     # matrix product, and the next in-place operation would take that from the hook.
-    if type(module) is nn.Linear and type(output) is Tensor and not _compiling():
+    if type(module) is nn.Linear and type(output) is Tensor and not torch.compiler.is_compiling():
         base = output._base
         own = base is not None and base.requires_grad and base.numel() == output.numel()
         if own and not any(base is x or base is getattr(x, "_base", None) for x in args):
@@ -44,19 +44,13 @@ def listen_output(
     return None if new is output else new
 
 
-def listen_inputs(module: nn.Module, args: Any, kwargs: Any, receive: Receive) -> Any:
-    """Has `receive` called for each leaf of the inputs; called in a forward-pre hook.
-
-    Each is handed to the module as a view of its own, but for a module that works in place.
+def listen_inputs(module: nn.Module, inputs: Inputs, part: Any, receive: Receive) -> Any:
+    """Has `receive` called for each leaf of `part`, of the inputs; called in a forward-pre hook.
 
     Returns:
-        What the hook has to return: None, or `(args, kwargs)` with views.
+        `part`, each tensor as a view of its own; of a module that works in place, as it is.
     """
-    if not torch.is_grad_enabled():
-        return None
-    inputs = Inputs(args, kwargs)
-    new = _listen(inputs, () if getattr(module, "inplace", False) else inputs, receive)
-    return None if new is inputs else (tuple(new), new.kwargs)
+    return _listen(part, () if getattr(module, "inplace", False) else inputs, receive)
 
 
 def _listen(x: Any, given: Any, receive: Receive) -> Any:
@@ -80,7 +74,3 @@ def _listen(x: Any, given: Any, receive: Receive) -> Any:
 def _reshaped(receive: Receive, shape: torch.Size, grad: Tensor) -> Any:
     new = receive(0, grad.reshape(shape))
     return None if new is None else new.reshape(grad.shape)
-
-
-def _compiling() -> bool:
-    return torch.compiler.is_compiling()

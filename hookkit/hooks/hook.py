@@ -115,7 +115,7 @@ class Hook(Calls, Registered):
 
     def _set(self, m: nn.Module | None, block: Block, name: str | None, leaf: str) -> None:
         self._module = _gone if m is None else ref(m)
-        self.switch, self.name, self.leaf = block, name, leaf
+        self.switch, self.observes, self.name, self.leaf = block, not block.edit, name, leaf
         self.handle: RemovableHandle | None = None
         self.registered = False  # what a compiled graph can ask, unlike the handle
         self.n_calls, self.last, self.all, self.version, self.why = 0, None, None, -1, ""
@@ -196,12 +196,9 @@ class Hook(Calls, Registered):
         torch.Size([4, 3])
         """
         args, kwargs = i if isinstance(i, tuple) else (i,), getattr(i, "kwargs", {})
-        kind = self.switch.kind
-        if kind == "forward":
-            return self._after(m, args, kwargs, o)
-        if kind == "pre":
-            return self._before(m, args, kwargs)
-        return self._backward(m, i, i if kind == "pre_grad" else o)
+        if self.switch.kind in ("forward", "pre"):
+            return self._forward(m, args, kwargs, o)
+        return self._backward(m, i, i if self.switch.kind == "pre_grad" else o)
 
     def __reduce__(self) -> Any:
         return _inert, ()

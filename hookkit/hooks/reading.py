@@ -73,11 +73,6 @@ class Reading(HookEntry):
     why: str
 
     @property
-    def observes(self) -> bool:
-        """Whether it only looks, so that the model computes the same without it."""
-        return not self.switch.edit
-
-    @property
     def module(self) -> nn.Module | None:
         """The hooked module, or None if it is gone."""
         return self._module()

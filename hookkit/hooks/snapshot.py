@@ -24,8 +24,6 @@ lazy_clone: Callable[[Tensor], Tensor] = getattr(torch, "_lazy_clone", Tensor.cl
 set_grad_enabled: Callable[[bool], Any] = getattr(
     torch._C, "_set_grad_enabled", torch.set_grad_enabled
 )
-
-
 # Private: whether a transform of torch.func (vmap, grad) is active (since 2.0). There is no lazy
 # clone in vmap; without the name torch warns of that.
 is_transforming: Callable[[], bool] = getattr(
@@ -38,11 +36,11 @@ is_transformed: Callable[[Tensor], bool] = getattr(
 )
 
 
-def aliases_user_memory(t: Tensor, given: Iterable[Any]) -> bool:
-    """True if `t` aliases a tensor that the user made: a parameter, or one among `given`.
+def is_users(t: Tensor, given: Iterable[Any]) -> bool:
+    """Whether `t` shares its memory with a tensor of the user's: a parameter, or one in `given`.
 
-    `given` is what a module was called with. A numpy array may share that memory, and a lazy clone
-    gives the tensor new memory at its next in-place operation.
+    A numpy array may share it too, and a lazy clone gives the tensor new memory at its next
+    in-place operation.
     """
     # Private: `Tensor._base`, the tensor that a view is of (since before 2.0). There is no public
     # name; without it a numpy array could lose its tensor.
@@ -57,45 +55,43 @@ def aliases_user_memory(t: Tensor, given: Iterable[Any]) -> bool:
     return False
 
 
-def snapshot(t: Tensor, given: Iterable[Any] = ()) -> Tensor:
+def snapshot(t: Tensor, given: Iterable[Any] | None = None) -> Tensor:
     """A detached copy of `t` that no later in-place operation on `t` can change.
 
-    A lazy clone where torch can make one, else a clone: also of a tensor that the user made.
+    A lazy clone where torch can make one, and `given`, all that the user may have a numpy array of,
+    is known.
     """
-    if torch.compiler.is_compiling() or is_transforming():
-        return t.detach().clone()
-    is_users = aliases_user_memory(t, given)
-    t = t.detach()
+    whole = given is None or torch.compiler.is_compiling() or is_transforming()
     # torch 2.13 crashes on reading a lazy clone of a quantized tensor
-    if is_users or not t.is_cpu or t.is_quantized:
-        return t.clone()
+    if whole or not t.is_cpu or t.is_quantized or is_users(t, given or ()):
+        return t.detach().clone()
     try:
-        return lazy_clone(t)
+        return lazy_clone(t.detach())
     except (RuntimeError, NotImplementedError):  # from_numpy, shared memory, sparse, vmap
-        return t.clone()
+        return t.detach().clone()
 
 
-def store(x: Any, block: Block, given: Iterable[Any] = ()) -> Any:
+def store(x: Any, block: Block, given: Iterable[Any] | None = None) -> Any:
     """`x` as `block` asks to store it: its tensors treated, everything else by reference."""
+
+    def one(t: Tensor) -> Tensor:
+        if block.cpu and t.device.type not in ("cpu", "meta"):
+            return _sent(t.detach() if block.detach else t, block)
+        if not block.detach:
+            return t
+        return snapshot(t, given) if block.clone else t.detach()
+
     if type(x) is Tensor:
-        return _stored(x, block, given)
+        return one(x)
     if not block.detach and not block.cpu:
         return copied_containers(x)
-    return tmap(lambda t: _stored(t, block, given), x)
+    return tmap(one, x)
 
 
 def copied_containers(x: Any) -> Any:
     """A copy of the containers of `x` with the same tensors, as the model may change its own."""
-    found = iter(leaves(x))
-    return tmap(lambda t: next(found), tmap(Tensor.detach, x))
-
-
-def _stored(t: Tensor, block: Block, given: Iterable[Any]) -> Tensor:
-    if block.cpu and t.device.type not in ("cpu", "meta"):
-        return _sent(t.detach() if block.detach else t, block)
-    if not block.detach:
-        return t
-    return snapshot(t, given) if block.clone else t.detach()
+    tensors = iter(leaves(x))
+    return tmap(lambda t: next(tensors), tmap(Tensor.detach, x))
 
 
 def _sent(t: Tensor, block: Block) -> Tensor:
@@ -116,10 +112,8 @@ def settled(x: Any) -> Any:
 
 def version_of(x: Any) -> int:
     """How often the tensors in `x` have been written in place; -1 where it is not known."""
-    # Private: `Tensor._version` (since before 2.0); no public name. Inference tensors have none.
-    if type(x) is Tensor and not torch.compiler.is_compiling():  # most calls
-        return -1 if x.is_inference() else x._version
-    found = leaves(x)
-    if torch.compiler.is_compiling() or any(t.is_inference() for t in found):
+    tensors = [x] if type(x) is Tensor else leaves(x)
+    if torch.compiler.is_compiling() or any(t.is_inference() for t in tensors):
         return -1
-    return sum(t._version for t in found)
+    # Private: `Tensor._version` (since before 2.0); no public name. Inference tensors have none.
+    return sum([t._version for t in tensors])
