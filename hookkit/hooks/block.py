@@ -126,8 +126,6 @@ class Block(Switch):
 class Registered:
     """Base of what is registered when it is made, and removed by `remove()` or a block's end."""
 
-    __slots__ = ()
-
     switch: Block
     """Its `on` switches the hooks off and on again; they stay registered."""
 

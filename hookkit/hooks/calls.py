@@ -47,8 +47,6 @@ def owned(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
 class Calls(Reading):
     """What a `Hook` does at a call."""
 
-    __slots__ = ()
-
     def _run(self, module: nn.Module, args: Any, x: Any, output: Any) -> Any:
         """A call of any kind; `x` is what PyTorch passes after the inputs."""
         block, kind = self.switch, self.switch.kind

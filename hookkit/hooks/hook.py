@@ -13,7 +13,6 @@ from typing import Any, Self
 from weakref import ref
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hookkit.checks import check_flag
 from hookkit.errors import HookError, OptionError
@@ -62,8 +61,6 @@ class Hook(Calls, Registered):
     >>> h.stored, h.n_calls
     ((4, 3), 1)
     """
-
-    __slots__ = ()
 
     def __init__(
         self,
@@ -116,9 +113,6 @@ class Hook(Calls, Registered):
     def _set(self, m: nn.Module | None, block: Block, name: str | None, leaf: str) -> None:
         self._module = _gone if m is None else ref(m)
         self.switch, self.observes, self.name, self.leaf = block, not block.edit, name, leaf
-        self.handle: RemovableHandle | None = None
-        self.registered = False  # what a compiled graph can ask, unlike the handle
-        self.n_calls, self.last, self.all, self.version, self.why = 0, None, None, -1, ""
 
     def _clear(self) -> None:
         self.n_calls, self.last, self.all, self.version, self.why = 0, None, None, -1, ""

@@ -45,32 +45,19 @@ class Values(L, list[Any]):  # type: ignore[misc]
 class Reading(HookEntry):
     """What a `Hook` stored, and its options."""
 
-    __slots__ = (
-        "__weakref__",
-        "_module",
-        "all",
-        "handle",
-        "last",
-        "leaf",
-        "n_calls",
-        "name",
-        "registered",
-        "version",
-        "why",
-    )
-
     removed: bool
     switch: Block
-    _module: Callable[[], nn.Module | None]
-    all: list[Any] | None
-    handle: RemovableHandle | None
-    last: Any
     leaf: str
-    n_calls: int
     name: str | None
-    registered: bool
-    version: int
-    why: str
+    _module: Callable[[], nn.Module | None]
+
+    handle: RemovableHandle | None = None
+    registered = False  # what a compiled graph can ask, unlike the handle
+    n_calls = 0
+    last: Any = None
+    all: list[Any] | None = None
+    version = -1
+    why = ""
 
     @property
     def module(self) -> nn.Module | None:
