@@ -227,19 +227,14 @@ def glob(pattern: str) -> re.Pattern[str]:
 
 
 def _places(root: nn.Module) -> list[tuple[str, nn.Module, bool]]:
-    """Every name of every module, as `walk` gives them, and also the names in shared modules.
-
-    A net of shared blocks in shared blocks has exponentially many names, so after 20,000 a shared
-    module is entered no more.
-    """
+    """Every name of every module, as `walk` gives them, and also the names in shared modules."""
     found, seen = list[tuple[str, nn.Module, bool]](), set[int]()
     stack = [("", root, frozenset[int]())]
     while stack:
         name, module, above = stack.pop()
-        first = id(module) not in seen
+        found.append((name, module, id(module) not in seen))
         seen.add(id(module))
-        found.append((name, module, first))
-        if first or (len(found) < 20_000 and id(module) not in above):
+        if id(module) not in above:  # a module that holds itself
             here = above | {id(module)}
             stack += [(join(name, key), child, here) for key, child in children(module)][::-1]
     return found
@@ -397,41 +392,14 @@ class _Resolver:
                 f'"{owner}", and hooks go on modules. Use "{owner}", or select_params.'
             )
         names = list(self.names.values())[1:]
-        name, leaf = path.groups() if (path := _LEAF.fullmatch(text)) else (text, "")
-        corrected = self.corrected(name)
-        hits = [n for _, (n, _, _) in self.matched(corrected)] if corrected else []
-        if len(hits) == 1:  # its siblings may be as near
-            hits = list(dict.fromkeys([*hits, *nearest(name, names)]))[:3]
-        hits = hits or [n for n in names if n.endswith(f".{text}")] or nearest(text, names)
-        word = last.replace("_", "").lower()
-        kinds = {type(m).__name__ for _, m, _ in self.places if type(m).__name__.lower() == word}
-        hint = f" A class is no text: select(model, nn.{next(iter(kinds))})." if kinds else ""
-        if not hits:
-            return f'no module matches "{text}". {self.listing()}{hint}'
-        near = ", ".join(f'"{name}"' for name in hits)
-        if len(hits) > 3:
-            near = f'"{hits[0]}" … "{hits[-1]}" ({len(hits)})'
-        n = len(list(self.everything()))
+        near = [n for n in names if n.endswith(f".{text}")] or nearest(text, names)
+        if not near:
+            return f'no module matches "{text}". {self.listing()}'
+        few = ", ".join(f'"{name}"' for name in names if name in near[:3])
         return (
-            f'no module matches "{text}". Nearest: {near}. Use "{corrected or hits[0]}{leaf}", or '
-            f"select(model) to list all {n} names.{hint}"
+            f'no module matches "{text}". Nearest: {few}. select(model) lists all '
+            f"{len(list(self.everything()))} names."
         )
-
-    def corrected(self, text: str) -> str | None:
-        """`text` with each part that matches nothing replaced by the child's name nearest to it."""
-        words = _PARTS.findall(text)
-        for i, word in enumerate(words):
-            if self.matched(".".join(words[: i + 1])):
-                continue
-            above = [m for _, (_, m, _) in self.matched(".".join(words[:i]))]
-            keys = dict.fromkeys(key for m in above for key, _ in children(m))
-            near = nearest(word, keys, n=1)
-            if word.isdigit() and keys and all(key.isdigit() for key in keys):
-                near = ["*"]
-            if not near:
-                return None
-            words[i] = near[0]
-        return ".".join(words)
 
     def listing(self) -> str:
         """For a message: what names look like here."""

@@ -405,12 +405,12 @@ def error(model: nn.Module, *what: Any) -> str:
         (
             "block.*.mlp",
             'no module matches "block.*.mlp". Nearest: "blocks.0.mlp", "blocks.1.mlp", '
-            '"blocks.2.mlp". Use "blocks.*.mlp", or select(model) to list all 25 names.',
+            '"blocks.2.mlp". select(model) lists all 25 names.',
         ),
         (
             "blocks.*.attention",
             'no module matches "blocks.*.attention". Nearest: "blocks.0.attn", "blocks.1.attn", '
-            '"blocks.2.attn". Use "blocks.*.attn", or select(model) to list all 25 names.',
+            '"blocks.2.attn". select(model) lists all 25 names.',
         ),
         (
             "zzz",
@@ -420,22 +420,22 @@ def error(model: nn.Module, *what: Any) -> str:
         (
             "blocks.7",
             'no module matches "blocks.7". Nearest: "blocks.0", "blocks.1", "blocks.2". '
-            'Use "blocks.*", or select(model) to list all 25 names.',
+            "select(model) lists all 25 names.",
         ),
         (
             "haed1",
-            'no module matches "haed1". Nearest: "head1", "head2". Use "head1", or '
-            "select(model) to list all 25 names.",
+            'no module matches "haed1". Nearest: "head1", "head2". select(model) lists '
+            "all 25 names.",
         ),
         (
             "mlp.0",
             'no module matches "mlp.0". Nearest: "blocks.0.mlp.0", "blocks.1.mlp.0", '
-            '"blocks.2.mlp.0". Use "blocks.0.mlp.0", or select(model) to list all 25 names.',
+            '"blocks.2.mlp.0". select(model) lists all 25 names.',
         ),
         (
             "blocks.*.atn[0]",
             'no module matches "blocks.*.atn[0]". Nearest: "blocks.0.attn", "blocks.1.attn", '
-            '"blocks.2.attn". Use "blocks.*.attn[0]", or select(model) to list all 25 names.',
+            '"blocks.2.attn". select(model) lists all 25 names.',
         ),
         (
             "stem.weight",
