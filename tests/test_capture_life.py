@@ -189,6 +189,3 @@ def test_an_unknown_name_is_an_error_before_any_hook_is_in(net: nn.Sequential) -
 
     assert state(net) == clean
     assert type(net[0]) is nn.Linear
-
-
-# --- errors that only a run can make

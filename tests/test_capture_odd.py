@@ -1,7 +1,6 @@
 """Odd and wrong use of the capture API: it works, or an error names what is wrong."""
 
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,15 +18,11 @@ from hookkit.editing import (
 )
 from hookkit.errors import (
     ArgumentError,
-    HookError,
-    HookkitError,
     OptionError,
     OverwrittenWarning,
-    SelectionError,
 )
 from hookkit.features import feature_extractor
 from hookkit.hooks import Hook, attach, hook_input, hook_inputs, hook_output, hook_outputs
-from hookkit.nested import describe
 
 
 @pytest.fixture
@@ -359,14 +354,6 @@ def test_what_is_stored_can_be_pickled_and_written_to(net: nn.Sequential, x: Ten
 
 
 # --- modes
-
-
-def test_every_error_and_warning_of_hookkit_has_the_one_base() -> None:
-    for error in (ArgumentError, HookError, SelectionError):
-        assert issubclass(error, HookkitError)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert describe(None) == "None"
 
 
 def test_memory_shared_with_numpy_stays_shared_inside_of_a_list() -> None:

@@ -57,16 +57,6 @@ def test_more_than_five_are_counted_and_five_are_shown() -> None:
     assert "; and 3 more. Run the model inside the block" in text
 
 
-def test_an_attentions_projection_has_its_reason(x: Tensor) -> None:
-    attention = nn.MultiheadAttention(3, 1)
-    q = x[None]
-
-    text = reported(hook_outputs([attention.out_proj, attention]), lambda: attention(q, q, q))
-
-    assert "1 of 2 hooks never fired" in text
-    assert "MultiheadAttention uses its weights without calling it; hook the attention" in text
-
-
 @pytest.mark.parametrize("backward_in", [here, pytorchs_thread])
 def test_a_run_that_is_only_recomputed_in_the_block_is_reported(
     x: Tensor, backward_in: BackwardIn

@@ -57,16 +57,6 @@ def test_hooks_are_read_by_name_as_a_dict_or_pair_by_pair() -> None:
     assert list(h.as_dict()) == ["0", "1"]
 
 
-def test_both_names_of_a_shared_module_are_in_the_dict() -> None:
-    act = nn.Tanh()
-    net = nn.Sequential(act, nn.Linear(4, 4), act)
-    with hook_outputs(select(net, "0", "2")) as h:
-        y = net(X)
-
-    assert h.as_dict().keys() == {"0", "2"} == dict(h.items()).keys()
-    assert torch.equal(h.as_dict()["2"], y)
-
-
 def test_hooks_of_the_same_name_are_not_read_by_name(tmp_path: Path) -> None:
     first, second = mlp(), mlp()
     pairs = [pair for net in (first, second) for pair in net.named_children()]
@@ -99,9 +89,6 @@ def test_what_is_stored_is_an_L_and_a_list_which_torch_takes() -> None:
     for again in (copy.deepcopy(h.stored), pickle.loads(pickle.dumps(h.stored))):
         assert type(again) is type(h.stored)
         assert torch.equal(again[1], y[1])
-
-
-# --- outputs and their gradients in one block
 
 
 # --- before the hooks that are there

@@ -324,7 +324,8 @@ def hook_function(
     method of a tensor (`F.softmax`, `torch.softmax`, `x.softmax`), in place (`relu_`), as an
     operator (`@` is `matmul`, `+` and `+=` are `add`), and as an operation of an exported program.
     Calls that a torch function makes inside itself do not count (but those in
-    `nn.MultiheadAttention` do), nor do aliases under another name (`torch.concat`).
+    `nn.MultiheadAttention` do), nor do aliases under another name (`torch.concat`, and `%` for
+    `torch.remainder`).
 
     Compiled models run eagerly in the block, other threads are not seen, and PyTorch's fused
     `nn.TransformerEncoderLayer` is off. Of blocks inside each other the innermost is nearest to the
