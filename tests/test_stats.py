@@ -13,10 +13,10 @@ from hooked import n_hooks
 from torch import Tensor, nn
 
 from hookkit.callbacks import Callback
-from hookkit.errors import ArgumentError, OptionError, SelectionError
+from hookkit.errors import ArgumentError, OptionError
 from hookkit.events import CancelBatchException, CancelStepException
 from hookkit.moments.bins import LogBins
-from hookkit.stats import ActivationStats, GradientStats, ParamStats
+from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.testing import synth_learner
 from hookkit.watching import watch
 
@@ -60,13 +60,14 @@ def seen(model: nn.Module, name: str) -> Iterator[list[Tensor]]:
 # numbers
 
 
-def test_each_statistic_is_that_of_the_output() -> None:
+@pytest.mark.parametrize("layer", ["1", "2"])
+def test_each_statistic_is_that_of_the_output(layer: str) -> None:
     model, stats = net(), ActivationStats(include_paramless=True)
 
-    with seen(model, "1") as outputs:
+    with seen(model, layer) as outputs:
         train(model, batches(5), stats)
 
-    got = {s: stats.record().value(s, "1") for s in stats.record().values}
+    got = {s: stats.record().value(s, layer) for s in stats.record().values}
     y = torch.stack(outputs).double().flatten(1)
     for name, want in {
         "mean": y.mean(1),
@@ -76,107 +77,20 @@ def test_each_statistic_is_that_of_the_output() -> None:
         "max": y.amax(1),
         "near_zero": (y.abs() <= 0.05).double().mean(1),
         "zero": (y == 0).double().mean(1),
-        "count": torch.full((5,), 512.0),
+        "count": torch.full((5,), float(len(y[0]))),
     }.items():
         np.testing.assert_allclose(got[name], want.numpy(), rtol=1e-5, err_msg=name)
 
 
-def test_near_zero_is_about_the_size() -> None:
-    stats = ActivationStats(hook=lambda m, i, o: torch.tensor([-5.0, -3.0, -1.0, 2.0]))
-
-    train(net(), batches(1), stats)
-
-    assert stats.stats[0][0]["near_zero"] == 0
-
-
-@pytest.mark.parametrize("n", [11, 12, 13])
-@pytest.mark.parametrize("every", [1, 4])
-def test_there_is_a_record_for_every_so_many_steps(n: int, every: int) -> None:
-    learn = synth_learner(n_trn=n, cbs=ActivationStats(every=every, modules=""))
+@pytest.mark.parametrize("n", [12, 13])
+def test_there_is_a_record_for_every_so_many_steps(n: int) -> None:
+    learn = synth_learner(n_trn=n, cbs=ActivationStats(every=4, modules=""))
 
     with learn.no_logging():
         learn.fit(1)
 
-    assert len(learn.activation_stats.stats) == math.ceil(n / every)
-    assert learn.activation_stats.record().steps.tolist() == list(range(0, n, every))
-    assert learn.activation_stats.record().iters.tolist() == list(range(0, n, every))
-
-
-# reading
-
-
-@pytest.fixture(scope="module")
-def recorded() -> ActivationStats:
-    stats = ActivationStats(with_hist=True)
-    train(net(), batches(6), stats)
-    return stats
-
-
-def test_stats_read_as_fastais(recorded: ActivationStats) -> None:
-    assert (len(recorded.stats), len(recorded.stats[0])) == (6, 2)
-    assert {"mean", "std", "near_zero", "hist"} <= set(recorded.stats[0][0])
-    means = recorded.stats.itemgot(1).itemgot("mean")
-    assert list(means) == recorded.record().value("mean", 1).tolist()
-
-
-def test_layers_are_read_by_index_or_name(recorded: ActivationStats) -> None:
-    by_index, by_name = recorded.layer_stats(1), recorded.layer_stats("2")
-
-    assert [list(x) for x in by_index] == [list(x) for x in by_name]
-    assert len(by_index) == 3
-    assert [len(x) for x in by_index] == [6, 6, 6]
-    with pytest.raises(SelectionError, match="no recorded layer"):
-        recorded.layer_stats("1")
-
-
-def test_stats_are_fastai_v1s_tensor(recorded: ActivationStats) -> None:
-    table = recorded.stats.tensor()
-
-    assert table.shape == (2, 2, 6)
-    torch.testing.assert_close(table, recorded.tensor())
-    assert table[1][1][3].item() == pytest.approx(recorded.stats[3][1]["std"])
-
-
-def test_a_histogram_is_bins_by_records(recorded: ActivationStats) -> None:
-    record = recorded.record()
-
-    hist = recorded.hist("0")
-
-    assert record.edges is not None
-    assert hist.shape == (len(record.edges) - 1, 6)
-    assert hist.expm1().sum(0).tolist() == pytest.approx([512] * 6, rel=1e-4)
-
-
-def test_a_histogram_that_was_not_recorded_raises() -> None:
-    stats = ActivationStats()
-    train(net(), batches(1), stats)
-
-    for read in (lambda: stats.hist(0), lambda: stats.color_dim(0)):
-        with pytest.raises(OptionError, match="with_hist=True"):
-            read()
-    with pytest.raises(OptionError, match="units=True"):
-        stats.dead_units(0)
-
-
-def test_pictures_are_drawn(recorded: ActivationStats) -> None:
-    pytest.importorskip("matplotlib").use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure = plt.figure()
-    ax = figure.subplots()
-
-    assert recorded.color_dim(0, ax=ax) is ax
-    assert recorded.color_dim(0).get_figure().get_size_inches().tolist() == [10, 5]
-    assert recorded.plot_layer_stats("0") is not None
-    plt.close("all")
-
-
-def test_nothing_recorded_reads_as_nothing() -> None:
-    stats = ActivationStats()
-
-    assert len(stats.stats) == 0
-    assert stats.tensor().shape == (2, 0, 0)
-    assert stats.stats.tensor().shape == (2, 0, 0)
+    record = learn.activation_stats.record()
+    assert record.steps.tolist() == record.iters.tolist() == list(range(0, n, 4))
 
 
 # time
@@ -195,36 +109,24 @@ def test_a_second_fit_appends_and_validation_erases_nothing() -> None:
     assert learn.activation_stats.record().epochs.tolist() == [0] * 10 + [1] * 5
 
 
-def test_a_cancelled_batch_leaves_nothing() -> None:
+def test_a_cancelled_batch_and_a_step_left_out_leave_nothing() -> None:
     class Cancel(Callback):
         def after_pred(self) -> None:
             if self.training and self.iter in (0, 3):
                 raise CancelBatchException
 
-    learn = synth_learner(n_trn=6, cbs=[ActivationStats(modules=""), Cancel])
-
-    with learn.no_logging():
-        learn.fit(1)
-
-    record = learn.activation_stats.record()
-    assert record.iters.tolist() == [1, 2, 4, 5]
-    assert record.value("count", 0).tolist() == [16] * 4
-
-
-def test_a_step_left_out_leaves_nothing() -> None:
-    class Skip(Callback):
         def before_step(self) -> None:
-            if self.iter == 1:
+            if self.iter == 4:
                 raise CancelStepException
 
-    cbs = [ActivationStats(modules=""), GradientStats(modules=""), ParamStats(), Skip]
-    learn = synth_learner(n_trn=4, cbs=cbs)
+    cbs = [ActivationStats(modules=""), GradientStats(modules=""), ParamStats(), Cancel]
+    learn = synth_learner(n_trn=6, cbs=cbs)
 
     with learn.no_logging():
         learn.fit(1)
 
     for cb in (learn.activation_stats, learn.gradient_stats, learn.param_stats):
-        assert cb.record().iters.tolist() == [0, 2, 3]
+        assert cb.record().iters.tolist() == [1, 2, 5]
     assert learn.activation_stats.record().value("count", 0).tolist() == [16] * 3
 
 
@@ -297,16 +199,12 @@ def test_structures_never_called_and_reused_modules_are_recorded() -> None:
 @pytest.mark.parametrize(
     "output",
     [
-        None,
         7,
-        (),
         {},
         torch.empty(0, 3),
         torch.tensor(2.0),
-        torch.ones(2, dtype=torch.bool),
         [torch.ones(2), (None, {"a": torch.zeros(1)})],
         torch.full((2, 2), math.nan),
-        torch.ones(2, 2, device="meta"),
         torch.complex(torch.ones(3), torch.ones(3)),
     ],
     ids=str,
@@ -335,16 +233,20 @@ def test_nonfinite_values_are_counted_and_the_rest_summed_up() -> None:
 # gradients
 
 
-def test_gradients_of_outputs_are_autograds() -> None:
-    model, (x,), stats = net(), batches(1), GradientStats(include_paramless=True)
+def test_gradients_of_outputs_and_of_parameters_are_autograds() -> None:
+    model, (x,) = net(), batches(1)
+    stats, of_params = GradientStats(include_paramless=True), GradientStats(of="params")
     inner = model[:2](x)
-    (want,) = torch.autograd.grad(loss_of(model[2](inner)), inner)
+    want, *wanted = torch.autograd.grad(loss_of(model[2](inner)), [inner, *model.parameters()])
 
-    train(model, [x], stats)
+    train(model, [x], stats, of_params)
 
-    record = stats.record()
+    record, params = stats.record(), of_params.record()
     assert record.value("mean", "1")[0] == pytest.approx(want.mean().item(), rel=1e-4)
     assert record.value("std", "1")[0] == pytest.approx(want.std().item(), rel=1e-5)
+    assert params.names == ("0.weight", "0.bias", "2.weight", "2.bias")
+    rms = [g.square().mean().sqrt().item() for g in wanted]
+    np.testing.assert_allclose(params.value("rms")[:, 0], rms, rtol=1e-5)
 
 
 def test_a_models_own_scaler_is_not_taken_for_a_grad_scaler() -> None:
@@ -390,88 +292,7 @@ def test_a_linears_input_that_a_hook_hands_on_is_not_taken_for_its_output() -> N
     assert stats.record().value("max", "1").tolist() == [1.0]
 
 
-def test_gradients_of_parameters_are_those_of_the_step() -> None:
-    model, (x,), stats = net(), batches(1), GradientStats(of="params")
-    want = torch.autograd.grad(loss_of(model(x)), list(model.parameters()))
-
-    train(model, [x], stats)
-
-    assert stats.record().names == ("0.weight", "0.bias", "2.weight", "2.bias")
-    got = stats.record().value("rms")[:, 0]
-    np.testing.assert_allclose(got, [g.square().mean().sqrt().item() for g in want], rtol=1e-5)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_gradients_are_unscaled_and_skipped_steps_leave_nothing(fused: bool) -> None:
-    def run(scaler: Any) -> list[np.ndarray]:  # type: ignore[type-arg]
-        model = net()
-        opt = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-        grads, params = GradientStats(scaler=scaler), ParamStats()
-        of_params = GradientStats(of="params")
-        with watch(model, opt, grads, of_params, params):
-            for i, x in enumerate(batches(4)):
-                loss = loss_of(model(x)) * (math.inf if scaler and i == 1 else 1)
-                if scaler and i == 1:
-                    scaler.scale(loss).backward()
-                    if not fused:  # a fused optimizer steps, and leaves the weights
-                        scaler.step(opt)
-                    scaler.update(1024.0)
-                elif scaler:
-                    scaler.scale(loss).backward()
-                    scaler.step(opt)
-                    scaler.update()
-                elif i != 1:
-                    loss.backward()
-                    opt.step()
-                opt.zero_grad()
-        of_both = [cb.record().value("rms") for cb in (grads, of_params)]
-        return [*of_both, params.record().value("grad_norm")]
-
-    plain = run(None)
-    scaled = run(torch.amp.GradScaler("cpu", init_scale=1024.0))
-
-    for a, b in zip(plain, scaled, strict=True):
-        assert a.shape == b.shape
-        np.testing.assert_allclose(a, b, rtol=1e-4)
-
-
 # parameters
-
-
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam], ids=["SGD", "Adam"])
-def test_updates_are_what_the_optimizer_did(make: Callable[..., Any]) -> None:
-    model, stats = net(), ParamStats()
-    before = [p.detach().clone() for p in model.parameters()]
-
-    train(model, batches(1), stats, opt=make(model.parameters(), lr=0.1))
-
-    record = stats.record()
-    for i, (old, p) in enumerate(zip(before, model.parameters(), strict=True)):
-        update = (p.detach() - old).norm().item()
-        assert record.value("update_norm", i)[0] == pytest.approx(update, rel=1e-4)
-        assert record.value("update_ratio", i)[0] == pytest.approx(
-            update / old.norm().item(), rel=1e-4
-        )
-        assert record.value("weight_rms", i)[0] == pytest.approx(
-            old.square().mean().sqrt().item(), rel=1e-4
-        )
-
-
-def test_parameters_carry_their_facts() -> None:
-    model, stats = net(), ParamStats()
-    model[0].requires_grad_(False)
-    opt = torch.optim.SGD(model[2].parameters(), lr=0.1)
-
-    train(model, batches(2), stats, opt=opt)
-
-    record = stats.record()
-    assert record.types == ("Linear",) * 4
-    assert record.meta["ndim"] == [2, 1, 2, 1]
-    assert record.meta["numel"] == [256, 32, 128, 4]
-    assert record.meta["requires_grad"] == [False, False, True, True]
-    assert record.meta["in_optimizer"] == [False, False, True, True]
-    assert np.isnan(record.value("grad_norm")[:2]).all()
-    assert (record.value("update_norm")[:2] == 0).all()
 
 
 def test_the_facts_of_parameters_follow_what_is_thawed_while_it_trains() -> None:
@@ -491,10 +312,15 @@ def test_the_facts_of_parameters_follow_what_is_thawed_while_it_trains() -> None
     facts: list[Any] = []
     train(model, batches(5), stats, Callback(before_batch=thaw), opt=opt)
 
-    no, yes = [False] * 2 + [True] * 2, [True] * 4
+    record, no, yes = stats.record(), [False] * 2 + [True] * 2, [True] * 4
+    assert record.types == ("Linear",) * 4
+    assert record.meta["ndim"] == [2, 1, 2, 1]
+    assert record.meta["numel"] == [256, 32, 128, 4]
     assert facts[1:] == [(no, no), (no, no), (yes, no)]  # as of the last step
-    assert stats.record().meta["in_optimizer"] == yes
-    assert stats.record().value("lr")[0, -1] == 0.2
+    assert record.meta["in_optimizer"] == yes
+    assert record.value("lr")[0, -1] == 0.2
+    assert np.isnan(record.value("grad_norm")[:2, :2]).all()
+    assert (record.value("update_norm")[:2, :3] == 0).all()
 
 
 def test_global_gradient_norms_are_by_step() -> None:
@@ -507,19 +333,32 @@ def test_global_gradient_norms_are_by_step() -> None:
     assert norms[2] == pytest.approx(math.sqrt((record.value("grad_norm")[:, 1] ** 2).sum()))
 
 
+def test_each_parameter_knows_its_optimizer_its_group_and_its_rate_at_each_step() -> None:
+    a, b, c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1)
+    first = torch.optim.AdamW([
+        {"params": a.parameters(), "lr": 0.1},
+        {"params": b.parameters(), "lr": 0.2, "weight_decay": 0.5},
+    ])  # fmt: skip
+    second = torch.optim.SGD(c.parameters(), lr=torch.tensor(0.3))
+    sched = torch.optim.lr_scheduler.ExponentialLR(first, 0.5)
+    stats = ParamStats()
+    with watch(nn.ModuleDict({"a": a, "b": b, "c": c}), [first, second], stats):
+        for _ in range(3):
+            c(b(a(torch.ones(4, 2)))).mean().backward()
+            first.step()
+            second.step()
+            sched.step()
+
+    record = stats.record()
+    rows = [record.layer(name) for name in ("a.weight", "b.weight", "c.weight")]
+    expected = [[0.1, 0.05, 0.025], [0.2, 0.1, 0.05], [0.3, 0.3, 0.3]]
+    np.testing.assert_allclose(record.value("lr")[rows], expected, rtol=1e-6)
+    assert [record.meta["optimizer"][i] for i in rows] == ["AdamW", "AdamW", "SGD"]
+    assert [record.meta["group"][i] for i in rows] == [0, 1, 2]
+    assert [record.meta["weight_decay"][i] for i in rows] == [0.01, 0.5, 0.0]
+
+
 # units
-
-
-def test_dead_units_are_those_that_never_rise_above_zero() -> None:
-    model, stats = net(), ActivationStats(units=True, include_paramless=True)
-    with torch.no_grad():
-        model[0].weight[[3, 7]] = 0
-        model[0].bias[[3, 7]] = -1
-
-    train(model, batches(6), stats, opt=torch.optim.SGD(model.parameters(), lr=0.0))
-
-    assert stats.dead_units("1") == [3, 7]
-    np.testing.assert_allclose(stats.record().value("dead", "1"), 2 / 32)
 
 
 class Before(nn.Module):
@@ -538,30 +377,23 @@ class Before(nn.Module):
         return self.head(self.act(self.fc(x)))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("act", "dead"),
-    [
-        (nn.functional.relu, [0, 1, 2]),
-        (lambda x: nn.functional.dropout(nn.functional.relu6(x), 0.1), [0, 1, 2]),
-    ],
-)
-def test_below_0_is_dead_where_a_relu_reads_it(act: Any, dead: list[int]) -> None:
+def relu6_and_dropout(x: Tensor) -> Tensor:
+    return nn.functional.dropout(nn.functional.relu6(x), 0.1)
+
+
+@pytest.mark.parametrize("act", [nn.functional.relu, relu6_and_dropout, nn.functional.gelu])
+def test_below_0_is_dead_only_where_a_relu_reads_it(act: Any) -> None:
     model, stats = Before(act), ActivationStats(units=True)
 
     train(model, batches(3), stats, opt=torch.optim.SGD(model.parameters(), lr=0.0))
 
-    assert stats.dead_units("fc") == dead
-    np.testing.assert_allclose(stats.record().value("dead", "fc"), len(dead) / 6)
-    assert np.isnan(stats.record().value("dead", "head")).all()  # scores may all be low
-
-
-@pytest.mark.parametrize("act", [nn.functional.gelu, torch.tanh, lambda x: x])
-def test_below_0_is_not_dead_where_no_relu_reads_it(act: Any) -> None:
-    model, stats = Before(act), ActivationStats(units=True)
-
-    train(model, batches(3), stats, opt=torch.optim.SGD(model.parameters(), lr=0.0))
-
-    assert np.isnan(stats.record().value("dead", "fc")).all()
+    dead = stats.record().value("dead")
+    if act is nn.functional.gelu:
+        assert np.isnan(dead).all()
+    else:
+        assert stats.dead_units("fc") == [0, 1, 2]
+        np.testing.assert_allclose(dead[0], 3 / 6)
+        assert np.isnan(dead[1]).all()  # scores may all be low
 
 
 def test_a_unit_is_judged_over_the_window() -> None:
@@ -588,17 +420,6 @@ def test_only_squashing_layers_saturate() -> None:
     assert saturated[2] == 0
 
 
-def test_channels_of_images_are_units() -> None:
-    model = nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 5, 1), nn.ReLU(), nn.Flatten())
-    with torch.no_grad():
-        model[1].weight[4], model[1].bias[4] = 0, -1
-    stats = ActivationStats(units=True, include_paramless=True)
-
-    train(model, batches(2), stats, opt=torch.optim.SGD(model.parameters(), lr=0.0))
-
-    assert stats.dead_units("1") == stats.dead_units("2") == [4]
-
-
 class Conv1d(nn.Module):
     """A conv over 4 places before a ReLU, whose last channels are dead."""
 
@@ -612,29 +433,38 @@ class Conv1d(nn.Module):
         return self.fc(self.act(self.conv(x.unsqueeze(1))).mean(-1))  # type: ignore[no-any-return]
 
 
-class ChannelsLast(nn.Module):
-    """A ReLU on (batch, 7, 7, 16), of whose channels 4 are dead."""
+def images() -> nn.Module:
+    model = nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 5, 1), nn.ReLU(), nn.Flatten())
+    with torch.no_grad():
+        model[1].weight[4], model[1].bias[4] = 0, -1  # type: ignore[index,operator]
+    return model
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(8, 16), nn.ReLU()
-        with torch.no_grad():
-            self.fc.bias[:4] = -100
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.fc(x[:, None, None].expand(-1, 7, 7, -1)))  # type: ignore[no-any-return]
+def channels_last() -> nn.Module:
+    """A ReLU on (batch, 2, 2, 16), of whose channels 4 are dead."""
+    fc = nn.Linear(2, 16)
+    with torch.no_grad():
+        fc.bias.fill_(4.0)[:4] = -100
+    return nn.Sequential(nn.Unflatten(1, (2, 2, 2)), fc, nn.ReLU())
 
 
 @pytest.mark.parametrize(
-    ("make", "dead"), [(Conv1d, list(range(8, 16))), (ChannelsLast, [0, 1, 2, 3])]
+    ("make", "relu", "dead"),
+    [
+        (images, "2", [4]),
+        (Conv1d, "act", list(range(8, 16))),
+        (channels_last, "2", [0, 1, 2, 3]),
+    ],
 )
-def test_the_channels_of_a_relu_are_those_of_the_layer_before_it(make: Any, dead: Any) -> None:
-    model, stats = make(), ActivationStats(modules=nn.ReLU, units=True)
+def test_the_channels_of_a_relu_are_those_of_the_layer_before_it(
+    make: Any, relu: str, dead: list[int]
+) -> None:
+    model, stats = make(), ActivationStats(units=True, include_paramless=True)
 
     train(model, batches(4), stats, opt=torch.optim.SGD(model.parameters(), lr=0.0))
 
-    assert stats.dead_units("act") == dead
-    np.testing.assert_allclose(stats.record().value("dead", "act"), len(dead) / 16)
+    assert stats.dead_units(relu) == dead
+    assert np.isfinite(stats.record().value("dead", relu)).all()
 
 
 @pytest.mark.parametrize("include_paramless", [False, True])
@@ -661,60 +491,42 @@ def test_a_users_own_range_is_used() -> None:
     assert stats.hist(0).shape == (42, 1)
 
 
+def test_log_bins_of_gradients_reach_down_to_tiny_ones() -> None:
+    stats = GradientStats(True)
+
+    train(net(), batches(1), stats)
+
+    assert stats.record().edges.tolist() == LogBins(-40, 8, 1).edges.tolist()  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("make", "message"),
     [
-        ({"bins": (0, 1, 4)}, "with_hist=True"),
-        ({"with_hist": True, "bins": "ten"}, "give .low, high, n."),
-        ({"with_hist": True, "bins": (1, 0, 2)}, "low < high"),
-        ({"with_hist": True, "bins": (0, 1)}, "give .low, high, n."),
-        ({"with_hist": True, "bins": (0.0, 1.0, 2.0, 3.0)}, "give .low, high, n."),
-        ({"with_hist": True, "bins": [0, 1, 2]}, "give .low, high, n."),
-        ({"with_hist": True, "bins": (0, 1, 10**9)}, r"bins.2.=1000000000.* from 1 to 4096"),
-        ({"with_hist": True, "bins": (0, 1, 2.5)}, r"bins.2.=2.5"),
-        ({"eps": -1}, "eps=-1"),
-        ({"every": 0}, "every=0"),
-        ({"eps": "a"}, r"eps='a'.* Give a number from 0"),
-        ({"eps": math.nan}, "eps=nan"),
-        ({"is_forward": False}, r"Use GradientStats\(\)"),
+        (lambda: ActivationStats(bins=(0, 1, 4)), "with_hist=True"),
+        (lambda: ActivationStats(True, bins="ten"), "give .low, high, n."),
+        (lambda: ActivationStats(True, bins=(0, 1)), "give .low, high, n."),
+        (lambda: ActivationStats(True, bins=(1, 0, 2)), "low < high"),
+        (lambda: ActivationStats(True, bins=(0, 1, 10**9)), r"bins.2.=1000000000.* 1 to 4096"),
+        (lambda: ActivationStats(eps=-1), "eps=-1"),
+        (lambda: ActivationStats(eps="a"), r"eps='a'.* Give a number from 0"),
+        (lambda: ActivationStats(eps=math.nan), "eps=nan"),
+        (lambda: ActivationStats(every=0), "every=0"),
+        (lambda: ParamStats(every=1.5), "every=1.5.* whole"),
+        (lambda: ParamStats(every=True), "every=True.* whole"),
+        (lambda: ActivationStats(is_forward=False), r"Use GradientStats\(\)"),
+        (lambda: ActivationStats(nn.Linear), r"with_hist=.* True or False.* given by name: "),
+        (lambda: GradientStats("enc"), r"with_hist=.* True or False.* given by name: "),
+        (lambda: GradientStats(of="weights"), '"outputs", "params"'),
+        (lambda: GradientStats(scaler=1024.0), r"scaler=1024.0.* Give the torch\.amp\.GradSc"),
+        (lambda: GradientStats(scaler=torch.amp.GradScaler), "scaler=GradScaler.* the class"),
+        (lambda: FlightRecorder("stop"), '"raise", "skip", "report"'),
+        (lambda: FlightRecorder(n_batches=1), "a whole number from 2"),
+        (lambda: FlightRecorder(n_batches=2.5), "a whole number from 2"),
     ],
 )
-def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_cannot_work_are_refused(make: Any, message: str) -> None:
     with pytest.raises((OptionError, ArgumentError), match=message):
-        ActivationStats(**options)
-
-
-@pytest.mark.parametrize("gone", ["exact_hist", "sample", "window", "functions", "on_valid"])
-def test_an_option_without_effect_is_not_accepted(gone: str) -> None:
-    with pytest.raises(TypeError, match=gone):
-        ActivationStats(**{gone: 1})
-
-
-def test_gradient_and_param_options_are_checked() -> None:
-    with pytest.raises(OptionError, match='"outputs", "params"'):
-        GradientStats(of="weights")
-    with pytest.raises(OptionError, match="every=0"):
-        ParamStats(every=0)
-
-
-@pytest.mark.parametrize(
-    ("scaler", "what"),
-    [
-        (3, "scaler=3.* found an int"),
-        (1024.0, "scaler=1024.0"),
-        (True, "scaler=True"),
-        (torch.amp.GradScaler, "scaler=GradScaler.* the class"),
-        (nn.Linear(1, 1), "scaler=Linear"),
-    ],
-)
-def test_what_is_no_grad_scaler_is_refused(scaler: Any, what: str) -> None:
-    with pytest.raises(OptionError, match=rf"{what}.* Give the torch\.amp\.GradScaler"):
-        GradientStats(scaler=scaler)
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_grad_scaler_is_taken(enabled: bool) -> None:
-    assert GradientStats(scaler=torch.amp.GradScaler("cpu", enabled=enabled)).scaler is not None
+        make()
 
 
 # good guests
@@ -740,23 +552,6 @@ def test_callbacks_are_picklable_after_a_fit() -> None:
     for old, new in zip(cbs, again, strict=True):
         for name, table in old.record().values.items():
             np.testing.assert_array_equal(new.record().values[name], table)
-
-
-def test_training_is_the_same_with_and_without() -> None:
-    def weights(*cbs: Any) -> list[Tensor]:
-        model = nn.Sequential(net(), nn.Dropout(0.5), nn.BatchNorm1d(4))
-        torch.manual_seed(3)
-        train(model, batches(4), *cbs)
-        return [p.detach() for p in model.state_dict().values()]
-
-    watched = weights(
-        ActivationStats(True, units=True),
-        GradientStats(True),
-        GradientStats(of="params"),
-        ParamStats(),
-    )
-
-    assert all(torch.equal(a, b) for a, b in zip(weights(), watched, strict=True))
 
 
 def test_the_host_reads_nothing_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -788,7 +583,7 @@ def test_the_host_reads_nothing_while_training(monkeypatch: pytest.MonkeyPatch) 
 class TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.a, self.b = net(), nn.Linear(4, 3), nn.Linear(4, 2)
+        self.body, self.a, self.b = nn.Linear(8, 4), nn.Linear(4, 3), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         x = nn.functional.relu_(self.body(x))
@@ -830,38 +625,3 @@ def test_a_compiled_model_records_the_same_in_two_graphs(backend: str) -> None:
             np.testing.assert_allclose(
                 x.values[name][ran], y.values[name][ran], rtol=1e-3, atol=1e-6, err_msg=name
             )
-
-
-def test_log_bins_of_gradients_reach_down_to_tiny_ones() -> None:
-    stats = GradientStats(True)
-    train(net(), batches(1), stats)
-
-    record = stats.record()
-    assert record.edges is not None
-    assert record.edges.tolist() == LogBins(-40, 8, 1).edges.tolist()
-
-
-def test_each_parameter_knows_its_optimizer_its_group_and_its_rate_at_each_step():
-    net = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 1)})
-    first = torch.optim.AdamW([
-        {"params": net["a"].parameters(), "lr": 0.1},
-        {"params": net["b"].parameters(), "lr": 0.2, "weight_decay": 0.5},
-    ])  # fmt: skip
-    second = torch.optim.SGD(net["c"].parameters(), lr=torch.tensor(0.3))
-    sched = torch.optim.lr_scheduler.ExponentialLR(first, 0.5)
-    stats = ParamStats()
-    with watch(net, [first, second], stats):
-        for _ in range(3):
-            net["c"](net["b"](net["a"](torch.ones(4, 2)))).mean().backward()
-            first.step()
-            second.step()
-            sched.step()
-
-    record = stats.record()
-    at = record.names.index
-    rows = [at("a.weight"), at("b.weight"), at("c.weight")]
-    expected = [[0.1, 0.05, 0.025], [0.2, 0.1, 0.05], [0.3, 0.3, 0.3]]
-    np.testing.assert_allclose(record.value("lr")[rows], expected, rtol=1e-6)
-    assert [record.meta["optimizer"][i] for i in rows] == ["AdamW", "AdamW", "SGD"]
-    assert [record.meta["group"][i] for i in rows] == [0, 1, 2]
-    assert [record.meta["weight_decay"][i] for i in rows] == [0.01, 0.5, 0.0]

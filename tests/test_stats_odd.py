@@ -1,11 +1,14 @@
-"""Statistics of what is odd: layers called by themselves, quantized ones, the ends of float32."""
+"""Statistics of odd layers and odd trainings: what plain arithmetic says, or nothing."""
+
+import math
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
-from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError, SelectionError
+from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.records import Run
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.stats.param_norms import norms_of
@@ -22,66 +25,170 @@ class Net(nn.Module):
         return self.head(self.enc(x))
 
 
-def train(*cbs, n=2, between=lambda m: None, dtype=torch.float32, scale=1.0, **how):
-    m = Net().to(dtype)
-    o = torch.optim.SGD(m.parameters(), 1e-3)
-    with watch(m, o, *cbs, **how) as w:
-        for _ in range(n):
-            o.zero_grad()
-            (m(torch.randn(10, 4, dtype=dtype) * scale).sum()).backward()
-            between(m)
-            o.step()
+def train(model, *cbs, n=2, x=None, between=lambda i: None, opt=torch.optim.SGD, lr=1e-3):
+    """A watched loop of `n` steps; `between(i)` is called between backward and step."""
+    opt = opt(model.parameters(), lr)
+    with watch(model, opt, *cbs) as w:
+        for i in range(n):
+            model(torch.randn(10, 4) if x is None else x).sum().backward()
+            between(i)
+            opt.step()
+            opt.zero_grad()
     return w
 
 
-def probe(m):
-    m.eval()
-    with torch.no_grad():
-        m.enc(torch.randn(100, 4) * 100)
-    m.train()
+# --- calls that are no part of a batch
 
 
-def eval_pass(m):
-    m.eval()
-    with torch.no_grad():
-        m(torch.randn(100, 4))
-    m.train()
-    probe(m)
+def test_what_is_called_in_eval_mode_is_no_part_of_the_batch():
+    model, stats, flight = Net(), ActivationStats(), FlightRecorder()
 
-
-@pytest.mark.parametrize("between", [probe, eval_pass])
-def test_a_layer_called_by_itself_is_no_part_of_the_batch(between):
-    w = train(ActivationStats(), between=between)
-    assert w.activation_stats.record().value("count", "enc").tolist() == [40, 40]
-
-
-def test_the_flight_recorder_does_not_see_a_layer_called_by_itself():
-    def spoil(m):
+    def evaluate(i):
+        model.eval()
         with torch.no_grad():
-            m.enc(torch.full((1, 4), float("nan")))
+            model(torch.randn(100, 4))
+            model.enc(torch.full((100, 4), math.nan))  # a layer by itself
+        model.train()
 
-    assert not train(FlightRecorder(), between=spoil).flight_recorder.incidents
+    train(model, stats, flight, between=evaluate)
+
+    assert stats.record().value("count", "enc").tolist() == [40, 40]
+    assert not flight.incidents
+
+
+class BodyAndHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of Dynamo
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_head_that_runs_after_the_model_is_recorded(compiled):
+    model, stats = BodyAndHead(), ActivationStats()
+    head = torch.compile(model.head, backend="eager", fullgraph=True) if compiled else model.head
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    want = []
+
+    with watch(model, opt, stats):
+        for _ in range(3):
+            out = head(model(torch.randn(4, 8)).relu())
+            with torch.no_grad():
+                model.head(torch.ones(50, 8))  # a probe
+            want.append(out.mean().item())
+            out.square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    record = stats.record()
+    assert record.value("mean", "head") == pytest.approx(want, abs=1e-7)
+    assert record.value("count", "head").tolist() == [8, 8, 8]
+    assert record.value("count", "body").tolist() == [32, 32, 32]
+
+
+class Again(torch.autograd.Function):
+    """Runs `layer` again in the backward, as reversible nets do."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.layer(x), grads)
+        return x.grad, None
+
+
+def test_what_runs_again_within_the_backward_is_recorded_once():
+    class Reversible(Net):
+        def forward(self, x):
+            return self.head(Again.apply(x.requires_grad_(), self.enc))
+
+    stats = ActivationStats()
+    train(Reversible(), stats)
+
+    assert stats.record().value("count", "enc").tolist() == [40, 40]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_forward_that_fails_and_is_tried_in_parts_leaves_nothing(training):
+    class Narrow(Net):
+        def forward(self, x):
+            x = self.enc(x)
+            if len(x) > 4:
+                raise MemoryError
+            return self.head(x)
+
+    model, stats = Narrow(), ActivationStats(with_hist=True)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with watch(model, opt, stats):
+        for _ in range(2):
+            model.train(training)
+            x = torch.randn(8, 4)
+            try:
+                model(x)
+            except MemoryError:
+                for part in x.split(4):
+                    model(part).square().mean().backward()
+            model.train()
+            if not training:
+                model(x[:4]).sum().backward()
+            opt.step()
+            opt.zero_grad()
+
+    record, n = stats.record(), 32 if training else 16
+    assert record.value("count", "enc").tolist() == [n, n]
+    assert record.hist[record.layer("enc")].sum() == 2 * n
+
+
+def test_a_model_in_eval_mode_is_warned_about():
+    model = Net()
+
+    with pytest.warns(NeverFiredWarning, match="was in eval mode"):
+        train(model, ActivationStats(), between=lambda i: model.eval(), n=3)
+
+
+def test_under_torch_func_nothing_is_recorded_and_it_says_so():
+    model = Net()
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model, opt, stats := ActivationStats(), FlightRecorder()):
+        torch.func.vmap(model)(torch.randn(6, 1, 4))
+        opt.step()
+
+    assert np.isnan(stats.record().value("count")).all()
+    assert list(stats.record().meta["skipped"]) == ["enc", "head"]
+
+
+def test_a_function_between_layers_is_not_blamed_on_the_next():
+    class Odd(Net):
+        def forward(self, x):
+            return self.head(self.enc(x) / 0)
+
+    (incident,) = train(Odd(), FlightRecorder("report"), n=1).flight_recorder.incidents
+
+    assert incident.name == "head"
+    assert "between enc and it" in incident.note
+
+
+# --- what a recorder holds goes out
 
 
 def test_records_go_out_from_whatever_holds_them(tmp_path):
-    w = train(ActivationStats(), ParamStats())
+    w = train(Net(), ActivationStats(), ParamStats())
+
     for source in (w, w.run_record(), w.activation_stats, w.param_stats, w.param_stats.record()):
-        back = Run.load(source.save(tmp_path / "a.npz")).records[0]
-        assert back.names
-    tags = []
-
-    class Writer:
-        def add_scalar(self, tag, value, step):
-            tags.append(tag)
-
-    w.log_to(Writer(), statistics=["mean"])
-    assert "activation/mean/enc" in tags
-
-
-def test_a_frame_of_a_record():
+        assert Run.load(source.save(tmp_path / "a.npz")).records[0].names
     pytest.importorskip("pandas")
-    w = train(ParamStats())
-    assert len(w.param_stats.to_df()) == len(w.run_record().to_df()) == len(w.to_df())
+    assert len(w.to_df()) == len(w.run_record().to_df()) > len(w.param_stats.to_df()) > 0
 
 
 def test_save_of_a_recorder_is_not_that_of_the_learner(tmp_path):
@@ -91,132 +198,7 @@ def test_save_of_a_recorder_is_not_that_of_the_learner(tmp_path):
     assert len(Run.load(learn.activation_stats.save(tmp_path / "s")).records[0]) == 10
 
 
-@pytest.mark.parametrize("text", ["step,epoch\n1,2\n", ""])
-def test_a_file_of_another_kind_is_refused(tmp_path, text):
-    (tmp_path / "a.csv").write_text(text)
-    with pytest.raises(OptionError, match="did not write it"):
-        Run.load(tmp_path / "a.csv")
-    np.save(tmp_path / "a.npy", np.ones(2))
-    with pytest.raises(OptionError, match="did not write it"):
-        Run.load(tmp_path / "a.npy")
-
-
-def test_norms_whose_squares_leave_float32():
-    values = [1e-24, 0.0, 1.0, 1e25, float("inf"), float("nan")]
-    norms = [float(n) for n in norms_of([torch.full((4,), value) for value in values])]
-    assert norms == pytest.approx([2 * value for value in values], rel=1e-6, nan_ok=True)
-    assert norms[0] > 0
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_layers_trained_for_quantization_are_recorded():
-    ao = pytest.importorskip("torch.ao.quantization")
-    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
-    model.qconfig = ao.get_default_qat_qconfig("fbgemm")
-    model, acts = ao.prepare_qat(model), ActivationStats()
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    with watch(model, opt, acts):
-        model(torch.randn(5, 4)).sum().backward()
-        opt.step()
-
-    assert acts.record().names == ("0", "2")
-    assert acts.record().value("count").tolist() == [[15], [5]]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_updates_of_16_bit_weights_are_not_rounded(dtype):
-    torch.manual_seed(0)
-    model, stats = nn.Linear(2, 2).to(dtype), ParamStats()
-    opt, before = torch.optim.SGD(model.parameters(), 1.0), model.weight.detach().double()
-    with watch(model, opt, stats):
-        model(torch.ones(2, 2, dtype=dtype)).sum().backward()
-        model.weight.grad = torch.randn(2, 2).to(dtype)
-        opt.step()
-
-    moved = (model.weight.detach().double() - before).norm().item()
-    assert stats.record().value("update_norm", "weight")[0] == pytest.approx(moved, rel=1e-6)
-
-
-def test_a_function_between_layers_is_not_blamed_on_the_next():
-    class Odd(Net):
-        def forward(self, x):
-            return self.head(self.enc(x) / 0)
-
-    m = Odd()
-    o = torch.optim.SGD(m.parameters(), 0.1)
-    with watch(m, o, FlightRecorder("report")) as w:
-        m(torch.randn(3, 4)).sum().backward()
-        o.step()
-    (incident,) = w.flight_recorder.incidents
-    assert incident.name == "head"
-    assert "between enc and it" in incident.note
-
-
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_values_beyond_float32_are_finite():
-    stats = ActivationStats(with_hist=True)
-    record = train(stats, dtype=torch.float64, scale=1e200, n=1).activation_stats.record()
-    assert record.hist is not None
-    assert record.hist[0].sum() == 40  # none of them is lost
-    assert not np.isnan(record.value("std")).any()
-
-
-def test_a_model_in_eval_mode_is_warned_about():
-    m = Net()
-    o = torch.optim.SGD(m.parameters(), 0.1)
-    with watch(m, o, ActivationStats()):
-        m(torch.randn(3, 4)).sum().backward()
-        o.step()
-        m.eval()
-        m(torch.randn(3, 4)).sum().backward()
-        with pytest.warns(NeverFiredWarning, match="was in eval mode"):
-            o.step()
-
-
-@pytest.mark.parametrize("every", ["3", 1.5, True, 0])
-def test_every_is_a_whole_number(every):
-    with pytest.raises(OptionError, match="whole"):
-        ParamStats(every=every)
-
-
-@pytest.mark.parametrize("n", ["3", 2.5, True, 1])
-def test_n_batches_is_a_whole_number(n):
-    with pytest.raises(OptionError, match="a whole number from 2"):
-        FlightRecorder(n_batches=n)
-
-
-@pytest.mark.parametrize("make", [ActivationStats, GradientStats])
-@pytest.mark.parametrize("what", [nn.Linear, "enc", Net()])
-def test_modules_in_the_place_of_with_hist_are_refused(make, what):
-    with pytest.raises(ArgumentError, match=r"with_hist=.* True or False.* given by name: "):
-        make(what)
-
-
-def test_the_update_ratio_of_a_nan_is_one():
-    for few in (True, False):
-        model = nn.Linear(4, 4 if few else 200_000)
-        opt, stats = torch.optim.SGD(model.parameters(), 0.1), ParamStats()
-        with watch(model, opt, stats):
-            for _ in range(2):
-                model(torch.randn(2, 4)).sum().backward()
-                model.weight.grad[0, 0] = float("nan")
-                opt.step()
-        assert np.isnan(stats.record().value("update_ratio", "weight")).all()
-        assert np.isfinite(stats.record().value("update_ratio", "bias")).all()
-
-
-def test_a_zero_weight_that_moves_has_an_infinite_ratio():
-    for n in (4, 200_000):
-        model = nn.Linear(4, n)
-        nn.init.zeros_(model.bias)
-        nn.init.zeros_(model.weight)
-        model.bias.requires_grad_(False)
-        opt, stats = torch.optim.SGD(model.parameters(), 0.1), ParamStats()
-        with watch(model, opt, stats):
-            model(torch.randn(2, 4)).sum().backward()
-            opt.step()
-        assert stats.record().value("update_ratio", "weight").tolist() == [np.inf]
-        assert stats.record().value("update_ratio", "bias").tolist() == [0]
+# --- parts of an output
 
 
 @pytest.mark.parametrize("make", [ActivationStats, GradientStats])
@@ -228,9 +210,8 @@ def test_a_path_into_the_output_is_what_is_recorded(make):
     with watch(model, opt, stats, each_forward=True):
         for _ in range(2):
             output, (h, _) = model["lstm"](x)
-            h.retain_grad(), output.retain_grad()
             (h.square().sum() + output.sum()).backward()
-            seen.append((h, output) if make is ActivationStats else (h.grad, output.grad))
+            seen.append((h, output))
             opt.step()
 
     record = stats.record()
@@ -243,33 +224,105 @@ def test_a_path_into_the_output_is_what_is_recorded(make):
 
 @pytest.mark.parametrize("make", [ActivationStats, GradientStats])
 def test_a_path_that_is_not_there_raises(make):
-    model = nn.Sequential(nn.Linear(4, 4))
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    with watch(model, opt, make(modules="0[1][0]")), pytest.raises(HookError, match=r"\[1\]\[0\]"):
-        model(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(HookError, match=r"\[1\]\[0\]"):
+        train(Net(), make(modules="enc[1][0]"))
 
 
-def test_a_hook_of_ones_own_sees_the_part():
-    model = nn.ModuleDict({"lstm": nn.LSTM(3, 4)})
-    stats = ActivationStats(modules="lstm[1][0]", hook=lambda m, i, o: o[..., :1])
-    opt = torch.optim.SGD(model.parameters(), 0.0)
-    with watch(model, opt, stats, each_forward=True):
-        model["lstm"](torch.randn(5, 2, 3))[0].sum().backward()
-        opt.step()
-    assert stats.record().value("count").tolist() == [[2]]
+# --- numbers at the ends of their types
 
 
-@pytest.mark.parametrize("layer", [None, slice(0, 1), 1.0, True, 2, "unknown"])
-@pytest.mark.parametrize("read", ["hist", "layer_stats", "plot_layer_stats", "dead_units"])
-def test_a_layer_that_is_none_gets_the_names_that_there_are(read, layer):
-    stats = train(ActivationStats(with_hist=True, units=True)).activation_stats
-    with pytest.raises(SelectionError, match='"enc", "head"'):
-        getattr(stats, read)(layer)
+def test_norms_whose_squares_leave_float32():
+    values = [1e-24, 0.0, 1.0, 1e25, float("inf"), float("nan")]
+    norms = [float(n) for n in norms_of([torch.full((4,), value) for value in values])]
+    assert norms == pytest.approx([2 * value for value in values], rel=1e-6, nan_ok=True)
+    assert norms[0] > 0
 
 
-def test_a_layer_is_read_by_any_whole_number():
-    stats = train(ActivationStats(with_hist=True)).activation_stats
-    assert stats.hist(np.int64(-1)).equal(stats.hist("head"))
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_values_beyond_float32_are_finite():
+    stats = ActivationStats(with_hist=True)
+    train(Net().double(), stats, x=torch.randn(10, 4, dtype=torch.float64) * 1e200, n=1)
+
+    record = stats.record()
+    assert record.hist[0].sum() == 40  # none of them is lost
+    assert not np.isnan(record.value("std")).any()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_layers_trained_for_quantization_are_recorded():
+    ao = pytest.importorskip("torch.ao.quantization")
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
+    model.qconfig = ao.get_default_qat_qconfig("fbgemm")
+    stats = ActivationStats()
+    train(ao.prepare_qat(model), stats, n=1)
+
+    assert stats.record().names == ("0", "2")
+    assert stats.record().value("count").tolist() == [[30], [10]]
+
+
+# --- parameters
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_updates_of_16_bit_weights_are_not_rounded(dtype):
+    torch.manual_seed(0)
+    model, stats = nn.Linear(2, 2).to(dtype), ParamStats()
+    before = model.weight.detach().double()
+
+    def other_gradient(i):
+        model.weight.grad = torch.randn(2, 2).to(dtype)
+
+    train(model, stats, x=torch.ones(2, 2, dtype=dtype), between=other_gradient, n=1, lr=1.0)
+
+    moved = (model.weight.detach().double() - before).norm().item()
+    assert stats.record().value("update_norm", "weight")[0] == pytest.approx(moved, rel=1e-6)
+
+
+@pytest.mark.parametrize("n", [4, 200_000])
+def test_the_update_ratio_of_a_nan_is_nan_and_of_a_zero_that_moves_infinite(n):
+    def ratios(model, between=lambda i: None):
+        train(model, stats := ParamStats(), between=between, n=1)
+        return [stats.record().value("update_ratio", name)[0] for name in ("weight", "bias")]
+
+    spoiled, zero = nn.Linear(4, n), nn.Linear(4, n)
+    weight, bias = ratios(spoiled, lambda i: spoiled.weight.grad[0, 0].fill_(math.nan))
+    assert math.isnan(weight)
+    assert math.isfinite(bias)
+
+    nn.init.zeros_(zero.weight)
+    nn.init.zeros_(zero.bias).requires_grad_(False)
+    assert ratios(zero) == [math.inf, 0]
+
+
+class Growing(torch.optim.SGD):
+    """Gives the parameters of `layer` another number of rows, `to`, in its second step."""
+
+    n_steps = 0
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.n_steps += 1
+        if self.n_steps == 2:
+            self.layer.weight.data = torch.ones(self.to, 4)
+            self.layer.bias.data = torch.ones(self.to)
+            self.layer.weight.grad = self.layer.bias.grad = None
+
+
+@pytest.mark.parametrize(("to", "every_layer"), [(3, False), (11, False), (3, True)])
+def test_a_parameter_that_a_step_gives_another_shape_has_no_update(to, every_layer):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model = model[2:] if every_layer else model
+    opt = type("Grows", (Growing,), {"layer": model[-1], "to": to})
+    stats = ParamStats()
+
+    train(model, stats, n=4, opt=opt)
+
+    record = stats.record()
+    for name in record.names:
+        grown = every_layer or name.startswith("2")
+        known = [math.isfinite(u) for u in record.value("update_norm", name)]
+        assert known == [True, not grown, True, True]
+    assert record.value("weight_norm", record.names[-1])[2] == pytest.approx(math.sqrt(to))
 
 
 def test_a_small_model_that_changes_between_steps_keeps_its_norms():
@@ -293,12 +346,12 @@ def test_a_small_model_that_changes_between_steps_keeps_its_norms():
     np.testing.assert_allclose(np.array(got).T, want, rtol=1e-5)
 
 
-def test_under_torch_func_nothing_is_recorded_and_it_says_so():
-    model, x = Net(), torch.randn(6, 4)
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    with watch(model, opt, stats := ActivationStats(), FlightRecorder()):
-        torch.func.vmap(model)(x[:, None])
-        opt.step()
-    record = stats.record()
-    assert np.isnan(record.value("count")).all()
-    assert list(record.meta["skipped"]) == ["enc", "head"]
+def test_a_parameter_that_is_called_otherwise_goes_on_under_its_new_name():
+    model, stats = nn.Sequential(nn.Linear(4, 2)), ParamStats()
+    prune.random_unstructured(model[0], "weight", 0.5)
+
+    train(model, stats, n=4, between=lambda i: i == 1 and prune.remove(model[0], "weight"))
+
+    norms = {name: stats.record().value("weight_norm", name) for name in stats.record().names}
+    assert np.isfinite(norms["0.weight_orig"]).tolist() == [True, False, False, False]
+    assert np.isfinite(norms["0.weight"]).tolist() == [False, True, True, True]
