@@ -11,7 +11,6 @@ from hooked import n_hooks
 from torch import Tensor, nn
 
 from hookkit import ranks
-from hookkit.callbacks import Callback
 from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
 from hookkit.records import Incident
 from hookkit.stats import ActivationStats, FlightRecorder, ParamStats
@@ -38,25 +37,30 @@ class SqrtOfZero(nn.Module):
         return (x * 0).abs().sqrt() + x
 
 
-def train(model: nn.Module, recorder: FlightRecorder, n: int = 10, **options: Any) -> None:
-    torch.manual_seed(0)
-    opt = torch.optim.SGD(model.parameters(), lr=0.01)
-    with watch(model, opt, recorder):
-        for i in range(n):
-            x = torch.randn(4, 8) * (math.inf if i == options.get("bad_input") else 1)
-            model(x).pow(2).mean().backward()
-            opt.step()
-            opt.zero_grad()
-
-
 def broken(middle: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), middle, nn.Linear(6, 2))
 
 
-def test_the_first_module_is_named_with_its_past() -> None:
-    recorder = FlightRecorder("report")
+def train(
+    model: nn.Module, action: str = "report", n: int = 10, bad_input: int = -1, **how: Any
+) -> FlightRecorder:
+    """A plain loop, beside a recorder of that action."""
+    torch.manual_seed(0)
+    recorder = FlightRecorder(action, **how)
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, opt, recorder):
+        for i in range(n):
+            model(torch.randn(4, 8) * (math.inf if i == bad_input else 1)).pow(2).mean().backward()
+            opt.step()
+            opt.zero_grad()
+    return recorder
 
-    train(broken(Breaks(5)), recorder)
+
+# --- what is found
+
+
+def test_the_first_module_is_named_with_its_past() -> None:
+    recorder = train(broken(Breaks(5)))  # from then on the weights are NaN
 
     (incident,) = recorder.incidents
     assert (incident.kind, incident.name, incident.type) == ("activation", "2", "Breaks")
@@ -65,74 +69,31 @@ def test_the_first_module_is_named_with_its_past() -> None:
     assert (incident.history["2"] > 0).all()
     assert set(incident.history) == {"0", "1", "2", "3"}
 
-
-def test_it_raises_before_the_weights_are_spoiled() -> None:
-    model = broken(Breaks(3))
-
-    with pytest.raises(NonFiniteError, match=r"step 3 .*non-finite activation of 2 \(Breaks\)"):
-        train(model, FlightRecorder())
-
-    assert all(p.isfinite().all() for p in model.parameters())
-    assert n_hooks(model) == 0
-
-
-def test_it_skips_the_step() -> None:
-    model, recorder = broken(Breaks(3, math.inf)), FlightRecorder("skip")
-
-    train(model, recorder)
-
-    assert all(p.isfinite().all() for p in model.parameters())
-    assert [i.step for i in recorder.incidents] == [3]
-
-
-def test_it_skips_in_a_learner_too() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc, self.breaks = nn.Linear(1, 1), Breaks(2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.breaks(self.fc(x))  # type: ignore[no-any-return]
-
-    learn = synth_learner(n_trn=5, model=Model(), cbs=FlightRecorder("skip"))
-
-    with learn.no_logging():
-        learn.fit(1)
-
-    assert learn.n_steps == 4
-    assert [i.name for i in learn.flight_recorder.incidents] == ["breaks"]
-    assert learn.run_record().incidents == learn.flight_recorder.incidents
+    assert train(broken(Breaks(5)), n_batches=3).incidents[0].steps.tolist() == [3, 4]
+    again = pickle.loads(pickle.dumps(recorder))
+    assert isinstance(again.incidents[0], Incident)
+    assert str(again.incidents[0]) == str(incident)
 
 
 def test_a_gradient_names_the_module_nearest_to_the_loss() -> None:
     model = nn.Sequential(nn.Linear(8, 6), SqrtOfZero(), nn.Linear(6, 6), SqrtOfZero())
-    model.append(nn.Linear(6, 2))
-    recorder = FlightRecorder("report")
 
-    train(model, recorder, n=2)
+    first = train(model.append(nn.Linear(6, 2)), n=2).incidents[0]
 
-    first = recorder.incidents[0]
     assert (first.kind, first.name, first.others) == ("gradient", "2", ("0",))
 
 
-def test_a_bad_input_is_named() -> None:
-    recorder = FlightRecorder("report")
-
-    train(broken(nn.Identity()), recorder, bad_input=2)
-
-    assert "look at the data" in recorder.incidents[0].note
-    assert recorder.incidents[0].step == 2
-
-
-def test_spoiled_weights_are_named() -> None:
-    model, recorder = broken(nn.Identity()), FlightRecorder("report")
+def test_a_bad_input_and_spoiled_weights_are_named() -> None:
+    spoiled = broken(nn.Identity())
     with torch.no_grad():
-        model[3].weight[0, 0] = math.nan
+        spoiled[3].weight[0, 0] = math.nan
 
-    train(model, recorder, n=1)
+    of_data, of_weights = train(broken(nn.Identity()), bad_input=2), train(spoiled, n=1)
 
-    assert recorder.incidents[0].name == "3"
-    assert "weights were not finite" in recorder.incidents[0].note
+    assert "look at the data" in of_data.incidents[0].note
+    assert of_data.incidents[0].step == 2
+    assert of_weights.incidents[0].name == "3"
+    assert "weights were not finite" in of_weights.incidents[0].note
 
 
 def test_a_loss_alone_is_reported() -> None:
@@ -145,20 +106,37 @@ def test_a_loss_alone_is_reported() -> None:
     assert learn.flight_recorder.incidents[0].kind == "loss"
 
 
-def test_of_bad_batches_in_a_row_the_first_is_reported() -> None:
-    recorder = FlightRecorder("report")
+def test_structures_and_reused_modules_are_watched() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.fc = nn.LSTM(8, 4), nn.Linear(4, 4)
+            self.breaks = Breaks(3)  # the second call of the second batch
 
-    train(broken(Breaks(2)), recorder, n=8)  # from the third on the weights are NaN
+        def forward(self, x: Tensor) -> Tensor:
+            out, _ = self.lstm(x)
+            return self.breaks(self.fc(self.breaks(self.fc(out))))  # type: ignore[no-any-return]
 
-    assert [i.step for i in recorder.incidents] == [2]
+    first = train(Odd(), n=3).incidents[0]
+
+    assert (first.name, first.step) == ("breaks", 1)
+
+
+@pytest.mark.traces_gradients
+def test_a_compiled_model_is_watched() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2))
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+
+    assert [(i.name, i.step) for i in train(compiled, bad_input=1).incidents] == [("0", 1)]
+
+
+# --- what is none
 
 
 def test_a_healthy_run_has_no_incident() -> None:
-    recorder = FlightRecorder()
-
-    train(broken(nn.Identity()), recorder, n=100)
-
-    assert recorder.incidents == ()
+    assert train(broken(nn.Identity()), "raise", n=30).incidents == ()
 
 
 def test_finite_gradients_whose_squares_overflow_are_no_incident() -> None:
@@ -187,236 +165,6 @@ def test_overflow_under_a_scaler_is_no_incident() -> None:
             opt.zero_grad()
 
     assert recorder.incidents == ()
-
-
-def test_structures_and_reused_modules_are_watched() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.fc = nn.LSTM(8, 4), nn.Linear(4, 4)
-            self.breaks = Breaks(3)  # the second call of the second batch
-
-        def forward(self, x: Tensor) -> Tensor:
-            out, _ = self.lstm(x)
-            return self.breaks(self.fc(self.breaks(self.fc(out))))  # type: ignore[no-any-return]
-
-    recorder = FlightRecorder("report")
-
-    train(Odd(), recorder, n=3)
-
-    assert (recorder.incidents[0].name, recorder.incidents[0].step) == ("breaks", 1)
-
-
-def train_by_closure(
-    model: nn.Module, recorder: FlightRecorder, n: int = 4, n_calls: int = 1
-) -> None:
-    """An optimizer that evaluates its closure `n_calls` times a step."""
-    opt = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def closure() -> Tensor:
-        for _ in range(n_calls):
-            opt.zero_grad()
-            loss: Tensor = model(torch.ones(4, 8)).pow(2).mean()
-            loss.backward()
-        return loss
-
-    with watch(model, opt, recorder):
-        for _ in range(n):
-            opt.step(closure)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("n_calls", "bad_call"), [(1, 2), (3, 6), (3, 8)])
-def test_what_a_closure_makes_is_seen(n_calls: int, bad_call: int) -> None:
-    recorder = FlightRecorder("report")
-
-    train_by_closure(broken(Breaks(bad_call)), recorder, n_calls=n_calls)
-
-    assert [(i.kind, i.name, i.step) for i in recorder.incidents] == [("activation", "2", 2)]
-
-
-def test_weights_that_this_very_step_spoiled_are_not_taken_for_the_cause() -> None:
-    model, recorder = (
-        nn.Sequential(Breaks(0), nn.Linear(8, 2)),
-        FlightRecorder("report", modules="1"),
-    )
-
-    train_unseen(model, recorder)
-
-    assert "this step or the one before" in recorder.incidents[0].note
-
-
-def test_gradients_that_a_closure_makes_are_seen() -> None:
-    recorder = FlightRecorder("report")
-
-    train_by_closure(broken(SqrtOfZero()), recorder)
-
-    assert (recorder.incidents[0].kind, recorder.incidents[0].name) == ("gradient", "0")
-
-
-@pytest.mark.parametrize(("make_middle", "n_bad"), [(lambda: Breaks(2), 1), (SqrtOfZero, 3)])
-@pytest.mark.parametrize(
-    "make_opt",
-    [torch.optim.SGD, torch.optim.AdamW, functools.partial(torch.optim.LBFGS, max_iter=1)],
-)
-def test_a_step_with_a_closure_is_skipped(make_opt: Any, make_middle: Any, n_bad: int) -> None:
-    model, recorder = broken(make_middle()), FlightRecorder("skip")
-    opt = make_opt(model.parameters(), lr=0.01)
-
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss: Tensor = model(torch.ones(4, 8)).pow(2).mean()
-        loss.backward()
-        return loss
-
-    with watch(model, opt, recorder) as w:
-        for _ in range(3):
-            opt.step(closure)
-
-    assert len(recorder.incidents) == 1
-    assert w.loop.n_cancelled_steps == n_bad
-    assert all(p.isfinite().all() for p in model.parameters())
-
-
-def test_a_closure_that_was_evaluated_before_hides_nothing() -> None:
-    model, recorder, params = broken(Breaks(2)), FlightRecorder("skip"), ParamStats()
-    opt, acts = torch.optim.SGD(model.parameters(), lr=0.01), ActivationStats()
-
-    with watch(model, opt, recorder, params, acts) as w:
-        for _ in range(4):
-            loss = model(torch.ones(4, 8)).pow(2).mean()
-            opt.zero_grad()
-            loss.backward()
-            opt.step(lambda loss=loss: loss)
-
-    assert [i.step for i in recorder.incidents] == [2]
-    assert (w.n_steps, w.loop.n_cancelled_steps) == (3, 1)
-    assert (params.record().value("update_norm") > 0).all()
-    assert acts.record().value("nonfinite", "3").tolist() == [0, 0, 0]
-    assert acts.record().value("count", "3").tolist() == [8, 8, 8]
-
-
-def test_what_comes_too_late_in_a_closure_to_be_skipped_is_warned_about_once() -> None:
-    recorder = FlightRecorder("skip")
-
-    with pytest.warns(HookkitWarning, match=r"closure.*optimizer's `step\(\)` after it") as warned:
-        train_by_closure(broken(Breaks(4)), recorder, n_calls=3)
-
-    assert len(warned) == 1
-    assert [i.step for i in recorder.incidents] == [1]
-
-
-def train_unseen(model: nn.Module, recorder: FlightRecorder) -> None:
-    """Each forward is a step, whatever the optimizer does."""
-    opt = torch.optim.SGD(model.parameters(), lr=0.01)
-    with watch(model, opt, recorder, each_forward=True):
-        for _ in range(5):
-            model(torch.ones(4, 8)).pow(2).mean().backward()
-            opt.step()
-            opt.zero_grad()
-
-
-@pytest.mark.parametrize("action", ["report", "skip"])
-@pytest.mark.filterwarnings("ignore:.*too late to skip:hookkit.errors.HookkitWarning")
-def test_each_forward_hides_nothing(action: str) -> None:
-    recorder = FlightRecorder(action)
-
-    train_unseen(broken(Breaks(2)), recorder)
-
-    assert [(i.name, i.step) for i in recorder.incidents] == [("2", 2)]
-
-
-def step_in_backward(model: nn.Module, recorder: FlightRecorder) -> None:
-    """An optimizer for each parameter, stepped as its gradient is there."""
-    opts = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
-
-    def step(p: Any) -> None:
-        opts[p].step()
-
-    handles = [p.register_post_accumulate_grad_hook(step) for p in opts]
-    with watch(model, list(opts.values()), recorder):
-        for _ in range(3):
-            model(torch.ones(4, 8)).pow(2).mean().backward()
-            model.zero_grad()
-    for handle in handles:
-        handle.remove()
-
-
-def test_steps_within_the_backward_hide_no_gradient_and_cannot_be_skipped() -> None:
-    recorder = FlightRecorder("skip")
-
-    with pytest.warns(HookkitWarning, match="within the backward.*only reported"):
-        step_in_backward(broken(SqrtOfZero()), recorder)
-
-    assert (recorder.incidents[0].kind, recorder.incidents[0].name) == ("gradient", "0")
-    assert recorder.incidents[0].step == 0
-
-
-@pytest.mark.traces_gradients
-def test_a_compiled_model_is_watched() -> None:
-    torch._dynamo.reset()
-    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2))
-    recorder = FlightRecorder("report")
-
-    train(torch.compile(model, fullgraph=True, backend="aot_eager"), recorder, bad_input=1)
-
-    assert (recorder.incidents[0].name, recorder.incidents[0].step) == ("0", 1)
-
-
-def test_it_is_picklable_after_a_fit() -> None:
-    recorder = FlightRecorder("report")
-    train(broken(Breaks(1)), recorder)
-
-    again = pickle.loads(pickle.dumps(recorder))
-
-    assert isinstance(again.incidents[0], Incident)
-    assert str(again.incidents[0]) == str(recorder.incidents[0])
-
-
-def test_what_it_keeps_of_a_batch_is_a_number_for_each_layer_and_parameter() -> None:
-    recorder, sizes = FlightRecorder("report", n_batches=3), []
-
-    class Look(Callback):
-        def after_batch(self) -> None:
-            batches = recorder._memory.batches
-            sizes.append([x.numel() for b in batches for x, _ in b.outputs.values()])
-            sizes[-1] += [x.numel() for b in batches for x in b.grads.values()]
-
-    learn = synth_learner(n_trn=5, cbs=[recorder, Look])
-    with learn.no_logging():
-        learn.fit(1)
-
-    a_batch = 1 + 1 + 1 + 2  # the loss, the input, one layer and two parameters
-    assert [sum(each) for each in sizes if each][-1] <= 3 * a_batch
-
-
-def test_of_several_processes_none_skips_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hookkit.ranks.is_distributed", lambda: True)
-
-    with pytest.raises(OptionError, match="one process alone would skip"):
-        train(broken(nn.Identity()), FlightRecorder("skip"))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"on_nonfinite": "stop"}, '"raise", "skip", "report"'),
-        ({"n_batches": 1}, "a whole number from 2"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        FlightRecorder(**options)
-
-
-@pytest.mark.parametrize("none", [[], (), iter([]), {}, [[]], nn.ModuleList()])
-def test_a_recorder_of_no_module_is_refused(none: object) -> None:
-    model = nn.Linear(4, 2)
-
-    with (
-        pytest.raises(OptionError, match=r"modules=.*that selects no module.*None for all"),
-        watch(model, torch.optim.SGD(model.parameters()), FlightRecorder(modules=none)),
-    ):
-        pass
 
 
 def test_a_head_that_runs_after_the_model_is_watched_and_a_probe_is_not() -> None:
@@ -451,20 +199,186 @@ def test_only_the_selected_part_of_an_output_is_watched() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.fc, self.two = nn.Linear(4, 4), Two()
+            self.fc, self.two = nn.Linear(8, 8), Two()
 
         def forward(self, x: Tensor) -> Tensor:
             return self.two(self.fc(x))[0]  # type: ignore[no-any-return]
 
-    one, both = (FlightRecorder("report", modules=m) for m in ("two[0]", "two"))
-    model = Net()
+    found = [train(Net(), n=1, modules=part).incidents for part in ("two[0]", "two")]
+
+    assert [len(incidents) for incidents in found] == [0, 1]
+
+
+@pytest.mark.parametrize("none", [[], iter([]), {}, nn.ModuleList()])
+def test_a_recorder_of_no_module_is_refused(none: object) -> None:
+    with pytest.raises(OptionError, match=r"modules=.*that selects no module.*None for all"):
+        train(broken(nn.Identity()), modules=none)
+
+
+# --- raising and skipping
+
+
+def test_it_raises_before_the_weights_are_spoiled() -> None:
+    model = broken(Breaks(3))
+
+    with pytest.raises(NonFiniteError, match=r"step 3 .*non-finite activation of 2 \(Breaks\)"):
+        train(model, "raise")
+
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert n_hooks(model) == 0
+
+
+def test_it_skips_the_step() -> None:
+    model = broken(Breaks(3, math.inf))
+
+    recorder = train(model, "skip")
+
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert [i.step for i in recorder.incidents] == [3]
+
+
+def test_it_skips_in_a_learner_too() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), Breaks(2))
+    learn = synth_learner(n_trn=5, model=model, cbs=FlightRecorder("skip"))
+
+    with learn.no_logging():
+        learn.fit(1)
+
+    assert learn.n_steps == 4
+    assert [i.name for i in learn.flight_recorder.incidents] == ["1"]
+    assert learn.run_record().incidents == learn.flight_recorder.incidents
+
+
+def test_of_several_processes_none_skips_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hookkit.ranks.is_distributed", lambda: True)
+
+    with pytest.raises(OptionError, match="one process alone would skip"):
+        train(broken(nn.Identity()), "skip")
+
+
+# --- closures
+
+
+def train_by_closure(
+    middle: nn.Module,
+    action: str = "report",
+    n: int = 4,
+    n_calls: int = 1,
+    make_opt: Any = torch.optim.SGD,
+) -> Any:
+    """The model, its recorder and the watcher of steps that call their closure `n_calls` times."""
+    model, recorder = broken(middle), FlightRecorder(action)
+    opt = make_opt(model.parameters(), lr=0.01)
+
+    def closure() -> Tensor:
+        for _ in range(n_calls):
+            opt.zero_grad()
+            loss: Tensor = model(torch.ones(4, 8)).pow(2).mean()
+            loss.backward()
+        return loss
+
+    with watch(model, opt, recorder) as w:
+        for _ in range(n):
+            opt.step(closure)
+    return model, recorder, w
+
+
+@pytest.mark.parametrize(("n_calls", "bad_call"), [(1, 2), (3, 6), (3, 8)])
+def test_what_a_closure_makes_is_seen(n_calls: int, bad_call: int) -> None:
+    _, recorder, _ = train_by_closure(Breaks(bad_call), n_calls=n_calls)
+
+    assert [(i.kind, i.name, i.step) for i in recorder.incidents] == [("activation", "2", 2)]
+
+
+@pytest.mark.parametrize(("make_middle", "n_bad"), [(lambda: Breaks(2), 1), (SqrtOfZero, 3)])
+@pytest.mark.parametrize(
+    "make_opt", [torch.optim.AdamW, functools.partial(torch.optim.LBFGS, max_iter=1)]
+)
+def test_a_step_with_a_closure_is_skipped(make_opt: Any, make_middle: Any, n_bad: int) -> None:
+    model, recorder, w = train_by_closure(make_middle(), "skip", n=3, make_opt=make_opt)
+
+    assert len(recorder.incidents) == 1
+    assert recorder.incidents[0].kind == ("gradient" if n_bad == 3 else "activation")
+    assert w.loop.n_cancelled_steps == n_bad
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_what_comes_too_late_in_a_closure_to_be_skipped_is_warned_about_once() -> None:
+    with pytest.warns(HookkitWarning, match=r"closure.*optimizer's `step\(\)` after it") as warned:
+        _, recorder, _ = train_by_closure(Breaks(4), "skip", n_calls=3)
+
+    assert len(warned) == 1
+    assert [i.step for i in recorder.incidents] == [1]
+
+
+def test_a_closure_that_was_evaluated_before_hides_nothing() -> None:
+    model, recorder, params = broken(Breaks(2)), FlightRecorder("skip"), ParamStats()
+    opt, acts = torch.optim.SGD(model.parameters(), lr=0.01), ActivationStats()
+
+    with watch(model, opt, recorder, params, acts) as w:
+        for _ in range(4):
+            loss = model(torch.ones(4, 8)).pow(2).mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step(lambda loss=loss: loss)
+
+    assert [i.step for i in recorder.incidents] == [2]
+    assert (w.n_steps, w.loop.n_cancelled_steps) == (3, 1)
+    assert (params.record().value("update_norm") > 0).all()
+    assert acts.record().value("nonfinite", "3").tolist() == [0, 0, 0]
+    assert acts.record().value("count", "3").tolist() == [8, 8, 8]
+
+
+# --- steps that cannot be skipped
+
+
+def train_unseen(model: nn.Module, recorder: FlightRecorder) -> FlightRecorder:
+    """Each forward is a step, whatever the optimizer does."""
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, opt, recorder, each_forward=True):
+        for _ in range(5):
+            model(torch.ones(4, 8)).pow(2).mean().backward()
+            opt.step()
+            opt.zero_grad()
+    return recorder
 
-    with watch(model, opt, one, both):
-        model(torch.ones(2, 4)).sum().backward()
-        opt.step()
 
-    assert (len(one.incidents), len(both.incidents)) == (0, 1)
+@pytest.mark.parametrize("action", ["report", "skip"])
+@pytest.mark.filterwarnings("ignore:.*too late to skip:hookkit.errors.HookkitWarning")
+def test_each_forward_hides_nothing(action: str) -> None:
+    recorder = train_unseen(broken(Breaks(2)), FlightRecorder(action))
+
+    assert [(i.name, i.step) for i in recorder.incidents] == [("2", 2)]
+
+
+def test_weights_that_this_very_step_spoiled_are_not_taken_for_the_cause() -> None:
+    model = nn.Sequential(Breaks(0), nn.Linear(8, 2))
+
+    recorder = train_unseen(model, FlightRecorder("report", modules="1"))
+
+    assert "this step or the one before" in recorder.incidents[0].note
+
+
+def test_steps_within_the_backward_hide_no_gradient_and_cannot_be_skipped() -> None:
+    model, recorder = broken(SqrtOfZero()), FlightRecorder("skip")
+    opts = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
+    for p in opts:  # an optimizer for each parameter, stepped as its gradient is there
+        p.register_post_accumulate_grad_hook(lambda p: opts[p].step())
+
+    def loop() -> None:
+        with watch(model, list(opts.values()), recorder):
+            for _ in range(3):
+                model(torch.ones(4, 8)).pow(2).mean().backward()
+                model.zero_grad()
+
+    with pytest.warns(HookkitWarning, match="within the backward.*only reported"):
+        loop()
+
+    first = recorder.incidents[0]
+    assert (first.kind, first.name, first.step) == ("gradient", "0", 0)
+
+
+# --- ranks
 
 
 def test_incidents_of_ranks_are_joined_by_step_the_first_ranks_first(

@@ -19,31 +19,38 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
-def train(model: nn.Module, *cbs: Any, n: int = 3, call: Any = None) -> Any:
+def train(model: nn.Module, *cbs: Any, n: int = 3, call: Any = None) -> nn.Module:
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch(model, opt, *cbs) as w:
+    with watch(model, opt, *cbs):
         for i in range(n):
             opt.zero_grad()
             (call or model)(torch.full((5, 3), float(i + 1))).pow(2).mean().backward()
             opt.step()
-    return w
+    return model
 
 
-class Twice(ActivationStats):
-    def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
-        return torch.cat([o, o + 1])
+def subclass(kind: Any, hook: Any) -> Any:
+    """A subclass of `kind` whose method is `hook(self, m, i, o)`."""
+    return type("Mine", (kind,), {"hook": hook})
 
 
-def test_what_a_subclass_s_hook_returns_is_recorded() -> None:
+def test_what_a_subclass_s_hook_returns_is_recorded_and_the_training_stays_as_it_was() -> None:
+    class Twice(ActivationStats):
+        def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
+            o = super().hook(m, i, o)  # the output
+            return torch.cat([o, o + 1])
+
     plain, twice = ActivationStats(), Twice()
 
-    train(net(), plain, twice)
+    watched, alone = train(net(), plain, twice), train(net())
 
     want, got = plain.record(), twice.record()
     assert got.names == want.names
     np.testing.assert_array_equal(got.value("count"), 2 * want.value("count"))
     np.testing.assert_allclose(got.value("mean"), want.value("mean") + 0.5, rtol=1e-5)
     np.testing.assert_array_equal(got.value("min"), want.value("min"))
+    for a, b in zip(alone.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_it_is_called_in_a_learner_too_and_its_error_has_a_note() -> None:
@@ -68,13 +75,12 @@ def test_it_gets_the_module_detached_inputs_by_name_and_the_detached_output() ->
             out: Tensor = self.fc(x) * scale
             return out
 
-    class Mine(ActivationStats):
-        def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
-            seen.append((type(m).__name__, i["scale"].tolist(), o.requires_grad))
-            return i[0]
+    def hook(self: Any, m: nn.Module, i: Any, o: Any) -> Any:
+        seen.append((type(m).__name__, i["scale"].tolist(), o.requires_grad))
+        return i[0]
 
     seen: list[Any] = []
-    model, stats = Block(), Mine(modules="")
+    model, stats = Block(), subclass(ActivationStats, hook)(modules="")
 
     train(model, stats, n=1, call=lambda x: model(x, scale=torch.tensor([2.0])))
 
@@ -83,11 +89,7 @@ def test_it_gets_the_module_detached_inputs_by_name_and_the_detached_output() ->
 
 
 def test_a_call_for_which_it_returns_none_is_not_recorded() -> None:
-    class Mine(ActivationStats):
-        def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
-            return o if m.out_features == 4 else None
-
-    stats = Mine()
+    stats = ActivationStats(hook=lambda m, i, o: o if m.out_features == 4 else None)
 
     train(net(), stats)
 
@@ -95,84 +97,39 @@ def test_a_call_for_which_it_returns_none_is_not_recorded() -> None:
     assert np.isnan(stats.record().value("mean", "2")).all()
 
 
-def test_super_s_hook_is_the_output() -> None:
-    class Mine(ActivationStats):
-        def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
-            return super().hook(m, i, o)
-
-    mine, plain = Mine(), ActivationStats()
-
-    train(net(), mine, plain)
-
-    np.testing.assert_array_equal(mine.record().value("mean"), plain.record().value("mean"))
-
-
 def test_it_sees_the_part_of_the_output_that_was_selected() -> None:
-    class Mine(ActivationStats):
-        def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
-            shapes.append(tuple(o.shape))
-            return o
+    lstm = nn.ModuleDict({"lstm": nn.LSTM(3, 2)})
+    stats = ActivationStats(modules="lstm[1][0]", hook=lambda m, i, o: o[..., :1])
 
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(3, 2)
+    train(lstm, stats, n=1, call=lambda x: lstm["lstm"](x)[0])
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.lstm(x)[0]  # type: ignore[no-any-return]
-
-    shapes: list[Any] = []
-
-    train(Last(), Mine(modules="lstm[1][0]"), n=1)
-
-    assert shapes == [(1, 2)]
-
-
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
-def test_a_recorder_of_gradients_gives_it_the_gradients_of_inputs_and_outputs() -> None:
-    plain = GradientStats()
-
-    class Mine(GradientStats):
-        def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
-            seen.append((len(i), len(o), type(m).__name__))
-            return 2 * o[0]
-
-    seen: list[Any] = []
-    mine = Mine()
-
-    train(net(), plain, mine)
-
-    assert set(seen) == {(1, 1, "Linear")}
-    assert len(seen) == 6
-    want, got = plain.record(), mine.record()
-    np.testing.assert_allclose(got.value("rms"), 2 * want.value("rms"), rtol=1e-5)
-    np.testing.assert_array_equal(got.value("count"), want.value("count"))
+    assert stats.record().value("count").tolist() == [[1]]
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_hook_for_gradients_is_called_in_recorded_steps_only(every: int) -> None:
-    calls: list[int] = []
+def test_gradients_of_inputs_and_outputs_are_given_in_recorded_steps_only(every: int) -> None:
+    def hook(self: Any, m: nn.Module, i: Any, o: Any) -> Any:
+        seen.append((len(i), len(o), type(m).__name__))
+        return 2 * o[0]
 
-    class Mine(GradientStats):
-        def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
-            calls.append(1)
-            return o
+    seen: list[Any] = []
+    plain, mine = GradientStats(every=every), subclass(GradientStats, hook)(every=every)
 
-    stats = Mine(every=every)
+    train(net(), plain, mine, n=4)
 
-    train(net(), stats, n=4)
-
-    assert len(calls) == 8 / every
-    assert len(stats.record()) == 4 / every
+    assert seen == [(1, 1, "Linear")] * (8 // every)
+    want, got = plain.record(), mine.record()
+    assert len(got) == 4 / every
+    np.testing.assert_allclose(got.value("rms"), 2 * want.value("rms"), rtol=1e-5)
+    np.testing.assert_array_equal(got.value("count"), want.value("count"))
 
 
 def test_the_flight_recorder_watches_what_its_hook_returns() -> None:
-    class Mine(FlightRecorder):
-        def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
-            return o / 0 if isinstance(m, nn.ReLU) else None
+    def hook(self: Any, m: nn.Module, i: Any, o: Any) -> Any:
+        return o / 0 if isinstance(m, nn.ReLU) else None
 
-    recorder = Mine("report")
+    recorder = subclass(FlightRecorder, hook)("report")
 
     train(net(), recorder)
 
@@ -181,54 +138,28 @@ def test_the_flight_recorder_watches_what_its_hook_returns() -> None:
 
 @pytest.mark.parametrize("kind", [HookCallback, ActivationStats])
 def test_the_function_that_was_given_goes_before_the_class_s_method(kind: Any) -> None:
-    class Mine(kind):  # type: ignore[misc]
-        def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
-            called.append("method")
-            return o
-
     called: list[str] = []
+    mine = subclass(kind, lambda self, m, i, o: called.append("method"))
 
-    train(net(), Mine(hook=lambda m, i, o: called.append("given") or o))
+    train(net(), mine(hook=lambda m, i, o: called.append("given") or o))
 
     assert set(called) == {"given"}
 
 
-def test_what_a_hook_makes_of_it_leaves_the_training_as_it_was() -> None:
-    class Mine(ActivationStats):
-        def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
-            return o.mean(0)
-
-    plain, watched = net(), net()
-    train(plain)
-
-    train(watched, Mine(), GradientStats())
-
-    for a, b in zip(plain.parameters(), watched.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("kind", [ActivationStats, GradientStats, FlightRecorder])
-def test_hooks_are_the_hooks_while_they_are_on(kind: Any) -> None:
-    recorder = kind()
-    model, seen = net(), []
-    call = lambda x: seen.append((recorder.hooks, recorder.hooks.removed)) or model(x)  # noqa: E731
+def test_hooks_are_the_hooks_while_they_are_on_and_can_be_removed(kind: Any) -> None:
+    recorder, model, seen = kind(), net(), list[Any]()
+    remove = Callback(after_batch=lambda self: recorder.hooks.remove())
 
-    train(model, recorder, n=1, call=call)
+    def call(x: Tensor) -> Tensor:
+        seen.append(recorder.hooks.removed)
+        return model(x)  # type: ignore[no-any-return]
 
-    ((hooks, removed),) = seen
-    assert hooks is recorder.hooks
+    train(model, recorder, remove, n=2, call=call)
+
+    assert seen == [False, True]
     assert recorder.modules[recorder.names.index("2")] is model[2]
-    assert (removed, hooks.removed) == (False, True)
-
-
-@pytest.mark.parametrize("kind", [ActivationStats, GradientStats, FlightRecorder])
-def test_recorders_hooks_can_be_removed(kind: Any) -> None:
-    recorder = kind()
-    model = net()
-    look = Callback(after_batch=lambda self: recorder.hooks.remove())
-
-    train(model, recorder, look, n=2)
-
-    assert recorder.hooks.removed
     if kind is ActivationStats:
         assert np.isfinite(recorder.record().value("mean", "2")).tolist() == [True, False]
+    train(model, again := kind(), n=1)
+    assert again.hooks.removed  # with the block
