@@ -24,21 +24,20 @@ class Attends(nn.Module):
         return self.after(F.dropout(weights, 0.1)) @ v
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-def test_attention_whose_weights_are_shared_among_the_queries(heads):
-    x = torch.randn(3, 5, 4)
-
-    assert found(Attends(-1, heads)(x)) == []
-    assert found(Attends(-2, heads)(x)) == [f"over dimension 2 of (3, {heads}, 5, 5)"]
-    again = Attends(-2, heads, lambda a: a / a.sum(-1, keepdim=True))  # slot attention
-    assert found(again(x)) == []
-
-
-@pytest.mark.parametrize(("dim", "heads"), [(0, 1), (0, 2), (1, 2)])
-def test_attention_whose_weights_are_shared_among_samples_or_heads(dim, heads):
+@pytest.mark.parametrize(("dim", "heads"), [(0, 1), (1, 2), (2, 1), (2, 2)])
+def test_attention_whose_weights_are_shared_among_samples_heads_or_queries(dim, heads):
     wrong = found(Attends(dim, heads)(torch.randn(3, 5, 4)))
 
     assert wrong == [f"over dimension {dim} of (3, {heads}, 5, 5)"]
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_attention_and_slot_attention_are_right(heads):
+    x = torch.randn(3, 5, 4)
+
+    assert found(Attends(-1, heads)(x)) == []
+    slots = Attends(-2, heads, lambda a: a / a.sum(-1, keepdim=True))
+    assert found(slots(x)) == []
 
 
 def pooled(x):
@@ -65,12 +64,6 @@ def experts(x):
     return (nn.Linear(4, 3)(x).softmax(-1)[..., None] * each).sum(2)
 
 
-def layers(x):
-    """A mix of layers by learned shares, as ELMo's."""
-    shares = torch.zeros(2, requires_grad=True).softmax(0)
-    return (shares[:, None, None, None] * torch.stack([x, 2 * x])).sum(0)
-
-
 def keys_first(x):
     """Weights of (key, query), turned before the product."""
     return (x @ x.mT).softmax(1).mT @ x
@@ -87,13 +80,13 @@ def dice(x):
 
 
 @pytest.mark.parametrize(
-    "model", [pooled, capsules, dispatched, experts, layers, keys_first, additive, dice]
+    "model", [pooled, capsules, dispatched, experts, keys_first, additive, dice]
 )
 def test_shares_that_are_meant_are_not_found(model):
     assert found(model(torch.randn(2, 5, 4, requires_grad=True))) == []
 
 
-def test_reductions_and_other_operations_have_no_softmax_dimension():
+def test_a_softmax_that_only_other_reductions_follow_is_not_found():
     x = torch.randn(3, 5, requires_grad=True)
 
     assert found(x.mean((0, 1)) + x.sum(0).mean() + x.softmax(0).sum()) == []
