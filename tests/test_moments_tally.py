@@ -104,18 +104,23 @@ def test_a_batch_that_is_kept_only_if_it_is_finite() -> None:
     assert record_of(stats).value("count").tolist() == [[2]]
 
 
-def test_further_tensors_of_a_layer_have_rows_of_their_own() -> None:
+def test_rows_may_come_later_and_further_tensors_of_a_layer_have_their_own() -> None:
     stats = Tally("activation")
-    row = stats.row("lstm", "LSTM")
-    stats.see(row, 0, "[0]", torch.ones(2))
-    stats.see(row, 1, "[1][0]", torch.zeros(3))
-    stats.commit(0, 0, 0)
+    for step in range(4):
+        row = stats.row("lstm", "LSTM")
+        stats.see(row, 0, "[0]", torch.ones(2))
+        if step == 2:
+            stats.see(row, 1, "[1][0]", torch.zeros(3))
+        stats.commit(step, 0, step)
 
-    assert record_of(stats).names == ("lstm", "lstm[1][0]")
-    assert record_of(stats).meta["dtype"] == ["torch.float32"] * 2
+    record = record_of(stats)
+    assert record.names == ("lstm", "lstm[1][0]")
+    assert record.meta["dtype"] == ["torch.float32"] * 2
+    assert record.value("count")[0].tolist() == [2] * 4
+    np.testing.assert_array_equal(record.value("count")[1], [np.nan, np.nan, 3, np.nan])
 
 
-@pytest.mark.parametrize("limit", [5, 6, 8])
+@pytest.mark.parametrize("limit", [5, 8])
 def test_a_full_history_merges_neighbours_exactly(
     limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,31 +136,26 @@ def test_a_full_history_merges_neighbours_exactly(
     assert set(record.spans[:-1]) == {record.spans[0]}  # an even resolution
     at = np.cumsum(record.spans) - record.spans
     np.testing.assert_array_equal(record.steps, at)
-    np.testing.assert_array_equal(
-        record.value("count"), np.add.reduceat(plain.value("count"), at, 1)
-    )
+    for stat, merged in (("count", np.add), ("max", np.maximum)):
+        want = merged.reduceat(plain.value(stat), at, 1)
+        np.testing.assert_array_equal(record.value(stat), want)
     np.testing.assert_array_equal(record.hist, np.add.reduceat(plain.hist, at, 2))
-    np.testing.assert_array_equal(
-        record.value("max"), np.maximum.reduceat(plain.value("max"), at, 1)
-    )
     first = torch.cat([tensors[1] for tensors in steps[: record.spans[0]]]).double()
     assert record.value("std", 1)[0] == pytest.approx(first.std().item(), rel=1e-6)
 
 
-@pytest.mark.slow
 def test_memory_stays_bounded_over_hundreds_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "LIMIT", 2**20)
+    monkeypatch.setattr(history, "LIMIT", 2**17)
     stats = Tally("activation", ALL)
-    rows = [stats.row(f"fc{i}", "ReLU") for i in range(40)]
-    x = torch.randn(4, 8)
-    sizes = []
+    x, sizes = torch.randn(4, 8), []
     for step in range(400):
-        for row in rows:
-            stats.see(row, 0, "", x)
+        for i in range(5):
+            stats.see(stats.row(f"fc{i}", "ReLU"), 0, "", x)
         stats.commit(step, 0, step)
         if step % 100 == 99:
             columns = stats.history.columns
             sizes.append(len(columns) * sum(table.nbytes for table in columns[0].values()))
+
     assert max(sizes) <= history.LIMIT
     assert len(stats._state.history.waiting) <= WAIT
 
@@ -172,19 +172,6 @@ def test_it_continues_after_a_pickle() -> None:
             one.commit(step, 0, step)
 
     assert record_of(again) == record_of(stats)
-
-
-def test_rows_may_come_later_and_layers_may_not_run() -> None:
-    stats = Tally("activation")
-    for step in range(4):
-        stats.see(stats.row("a", "Linear"), 0, "", torch.ones(2))
-        if step == 2:
-            stats.see(stats.row("b", "Linear"), 0, "", torch.ones(3))
-        stats.commit(step, 0, step)
-
-    count = record_of(stats).value("count")
-    assert count[0].tolist() == [2] * 4
-    np.testing.assert_array_equal(count[1], [np.nan, np.nan, 3, np.nan])
 
 
 # units
@@ -209,7 +196,7 @@ def test_a_unit_is_dead_if_it_was_never_above_0_over_the_window() -> None:
         assert dead[step] == pytest.approx((tops <= 0).double().mean().item()), step
 
 
-@pytest.mark.parametrize("shape", [(3000, 40), (64, 40, 5, 5), (8, 700, 40), (40,), (2, 40, 9000)])
+@pytest.mark.parametrize("shape", [(3000, 40), (64, 40, 5, 5), (40,), (2, 40, 9000)])
 @pytest.mark.usefixtures("engine")
 def test_dead_units_of_large_tensors_are_exact(shape: tuple[int, ...]) -> None:
     kind = "Linear" if shape[-1] == 40 else f"Conv{len(shape) - 2}d"

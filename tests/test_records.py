@@ -18,43 +18,49 @@ def record(n: int = 3, names: tuple[str, ...] = ("conv1", "fc")) -> Record:
     return Record("activation", names, types, steps, steps * 0, steps, np.ones(n, np.int64), values)
 
 
-def test_its_length_is_the_number_of_records() -> None:
+def test_a_value_is_a_row_or_the_table_and_a_layer_an_index_or_a_name() -> None:
     assert len(record(4)) == 4
-
-
-@pytest.mark.parametrize(("layer", "row"), [(0, 0), (-1, 1), ("fc", 1), ("conv1", 0)])
-def test_a_layer_is_an_index_or_a_name(layer: int | str, row: int) -> None:
-    assert record().layer(layer) == row
-
-
-def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(SelectionError, match=r'"conv2"\. Nearest: "conv1"'):
-        record().layer("conv2")
-
-
-def test_an_index_too_far_gets_the_range() -> None:
-    with pytest.raises(SelectionError, match=r"layer 2: 2 layers were recorded.*-2 to 1"):
-        record().layer(2)
-
-
-@pytest.mark.parametrize("odd", [1.5, True, None, [0]])
-def test_what_is_no_index_is_refused(odd: Any) -> None:
-    with pytest.raises(SelectionError, match=r"layer .*: \d layers were recorded\. Use an"):
-        record().layer(odd)
-
-
-def test_a_value_is_a_row_or_the_table() -> None:
-    assert record().value("mean", "fc").tolist() == [3, 4, 5]
     assert record().value("mean").shape == (2, 3)
+    for layer in (1, -1, "fc"):
+        assert record().layer(layer) == 1
+        assert record().value("mean", layer).tolist() == [3, 4, 5]
 
 
 @pytest.mark.parametrize(
-    ("statistic", "cure"),
-    [("dead", "units=True"), ("update_ratio", "ParamStats"), ("median", "one of these")],
+    ("layer", "message"),
+    [
+        ("conv2", r'"conv2"\. Nearest: "conv1"'),
+        (2, r"layer 2: 2 layers were recorded.*-2 to 1"),
+        (1.5, r"layer .*: \d layers were recorded\. Use an"),
+        (True, r"layer .*: \d layers were recorded\. Use an"),
+        ([0], r"layer .*: \d layers were recorded\. Use an"),
+    ],
 )
-def test_a_statistic_that_was_not_recorded_gets_its_cure(statistic: str, cure: str) -> None:
-    with pytest.raises(SelectionError, match=f'was not recorded; "mean".*{cure}'):
-        record().value(statistic)
+def test_a_layer_that_is_none_gets_those_that_there_are(layer: Any, message: str) -> None:
+    with pytest.raises(SelectionError, match=message):
+        record().layer(layer)
+
+
+@pytest.mark.parametrize("layer", [0, "fc"])
+def test_before_anything_was_recorded_it_says_so(layer: int | str) -> None:
+    with pytest.raises(SelectionError, match=r"nothing has been recorded yet. Train first"):
+        record(names=()).layer(layer)
+
+
+@pytest.mark.parametrize(
+    ("statistic", "kind", "cure"),
+    [
+        ("dead", "activation", 'was not recorded; "mean".*units=True'),
+        ("dead", "gradient", r"`ActivationStats\(units=True\)` records it"),
+        ("update_ratio", "activation", "ParamStats"),
+        ("median", "activation", "one of these"),
+    ],
+)
+def test_a_statistic_that_was_not_recorded_gets_its_cure(
+    statistic: str, kind: str, cure: str
+) -> None:
+    with pytest.raises(SelectionError, match=cure):
+        replace(record(), kind=kind).value(statistic)
 
 
 MISFITS: dict[str, Any] = {
@@ -83,14 +89,6 @@ def test_rows_are_tidy() -> None:
     assert rows[4] == (2, 0, "fc", "activation", "mean", 4.0)
 
 
-def test_all_are_picklable() -> None:
-    run = Run(record(), losses=np.ones(7), incidents=(Incident("loss", ""),))
-
-    again = pickle.loads(pickle.dumps(run))
-
-    assert repr(again) == repr(run) == "Run(7 steps; 2 activations)"
-
-
 def test_records_and_runs_are_equal_if_every_value_is() -> None:
     values = {"mean": np.array([[np.nan, 1.0, 2.0], [0.0, 0.0, 0.0]])}
     one = replace(record(), values=values)
@@ -114,16 +112,12 @@ def test_records_are_a_run_if_there_is_one_of_a_kind() -> None:
             as_run(odd)
 
 
-def test_units_are_recorded_of_activations_alone() -> None:
-    with pytest.raises(SelectionError, match=r"`ActivationStats\(units=True\)` records it"):
-        replace(record(), kind="gradient").value("dead")
-
-
 def test_steps_are_those_of_the_losses_or_the_records() -> None:
     assert Run().n_steps == 0
     assert Run(record()).n_steps == 5
     assert Run(record(), losses=np.ones(9)).n_steps == 9
     assert Run(grad_norms=np.ones(7)).n_steps == 7
+    assert repr(Run(record(), losses=np.ones(7))) == "Run(7 steps; 2 activations)"
 
 
 def test_an_incident_reads_as_text() -> None:
@@ -135,9 +129,3 @@ def test_an_incident_reads_as_text() -> None:
         "  its RMS in the steps before: 1 4 64\n"
         "  then: head"
     )
-
-
-@pytest.mark.parametrize("layer", [0, "fc"])
-def test_before_anything_was_recorded_it_says_so(layer: int | str) -> None:
-    with pytest.raises(SelectionError, match=r"nothing has been recorded yet. Train first"):
-        record(names=()).layer(layer)

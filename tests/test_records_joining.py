@@ -24,6 +24,10 @@ def record(steps: Any, names: Any = ("fc",), **options: Any) -> Record:
     return Record("activation", names, ("Linear",) * len(names), *axis, values, **options)
 
 
+def joined(a: Record, b: Record) -> Any:
+    return (Run(a) + Run(b)).activations
+
+
 def trained(net: nn.Module, epochs: int) -> Run:
     """A plain loop of three batches an epoch, the same ones in each."""
     opt = torch.optim.SGD(net.parameters(), 0.05)
@@ -40,6 +44,12 @@ def trained(net: nn.Module, epochs: int) -> Run:
     return w.run_record()
 
 
+def without_meta(run: Run) -> Run:
+    """Without the facts of how it was made."""
+    slots = {slot: getattr(run, slot) for slot in ("activations", "params")}
+    return replace(run, info={}, **{slot: replace(r, meta={}) for slot, r in slots.items()})
+
+
 def test_two_trainings_in_a_row_join_to_what_one_would_have_recorded() -> None:
     torch.manual_seed(0)
     net = mlp(4, 8, 1)
@@ -47,42 +57,30 @@ def test_two_trainings_in_a_row_join_to_what_one_would_have_recorded() -> None:
 
     both = again + trained(net, 3)
 
-    for slot in ("losses", "grad_norms", "valid", "incidents"):
-        assert repr(getattr(both, slot)) == repr(getattr(whole, slot)), slot
-    for x, y in zip(both.records, whole.records, strict=True):
-        for name in ("names", "types", "steps", "epochs", "iters", "spans"):
-            np.testing.assert_array_equal(getattr(x, name), getattr(y, name), name)
-        for name, table in x.values.items():
-            np.testing.assert_array_equal(table, y.values[name], name)
+    assert without_meta(both) == without_meta(whole)
 
 
 def test_a_run_that_begins_later_has_its_own_numbers_and_replaces_what_was_there() -> None:
-    a = Run(
-        activations=record([0, 1, 2, 3]), losses=np.arange(4.0), valid=[{"step": 1}, {"step": 3}]
-    )
-    b = Run(activations=record([2, 3, 4]), losses=np.array([np.nan, np.nan, 7.0, 8.0, 9.0]))
+    a = Run(record([0, 1, 2, 3]), losses=np.arange(4.0), valid=[{"step": 1}, {"step": 3}])
+    losses = np.array([np.nan, np.nan, 7.0, 8.0, 9.0])
 
-    both = a + replace(b, valid=[{"step": 4}])
+    both: Any = a + Run(record([2, 3, 4]), losses=losses, valid=[{"step": 4}])
 
-    assert both.activations is not None
     assert both.activations.steps.tolist() == [0, 1, 2, 3, 4]
     assert both.activations.iters.tolist() == [0, 1, 2, 3, 4]
-    assert both.losses is not None
     assert both.losses.tolist() == [0.0, 1.0, 7.0, 8.0, 9.0]
     assert both.valid == [{"step": 1}, {"step": 4}]
 
 
 def test_runs_that_both_begin_at_0_are_counted_on() -> None:
     incident = Incident("loss", "", "", 1, 0, 1, (), np.array([0]))
-    a = Run(activations=record([0, 2]), losses=np.array([3.0, 2.0, 1.0]), valid=[{"epoch": 0}])
+    a = Run(record([0, 2]), losses=np.array([3.0, 2.0, 1.0]), valid=[{"epoch": 0}])
     b = replace(a, incidents=(incident,), valid=[{"epoch": 0, "step": 2, "x": 7}])
 
-    both = a + b
+    both: Any = a + b
 
-    assert both.activations is not None
     assert both.activations.steps.tolist() == [0, 2, 3, 5]
     assert both.activations.epochs.tolist() == [0, 0, 1, 1]
-    assert both.losses is not None
     assert both.losses.tolist() == [3.0, 2.0, 1.0] * 2
     assert both.valid == [{"epoch": 0}, {"epoch": 1, "step": 5, "x": 7}]
     assert (both.incidents[0].step, both.incidents[0].epoch) == (4, 1)
@@ -97,9 +95,8 @@ def test_rows_and_statistics_of_both_are_there() -> None:
     a.meta.update(dtype=["half", "float"], moved=[True, False], eps=0.05, feeds={"fc": "x"})
     b.meta.update(dtype=["bfloat", "double"], moved=[False, False], feeds={"new": "y"})
 
-    both = (Run(activations=a) + Run(activations=b)).activations
+    both = joined(a, b)
 
-    assert both is not None
     assert both.names == ("fc", "gone", "new")
     np.testing.assert_array_equal(both.value("mean", "fc"), [0, 1, 1])
     np.testing.assert_array_equal(both.value("mean", "gone"), [2, 3, np.nan])
@@ -114,23 +111,19 @@ def test_histograms_follow_each_other() -> None:
     bins = {"hist": np.ones((1, 3, 2), np.int64), "edges": np.arange(4.0)}
     a, b = record([0, 1], **bins), record([2, 3])
 
-    both = (Run(activations=a) + Run(activations=b)).activations
-
-    assert both is not None
-    assert both.hist is not None
-    assert both.hist[0].tolist() == [[1, 1, 0, 0]] * 3
+    assert joined(a, b).hist[0].tolist() == [[1, 1, 0, 0]] * 3
     other = record([2, 3], **{**bins, "edges": np.arange(4.0) * 2})
     with pytest.raises(OptionError, match="with another bins"):
-        Run(activations=a) + Run(activations=other)
+        joined(a, other)
 
 
 def test_other_options_are_an_error() -> None:
-    a, b = (Run(activations=record([0], meta={"eps": eps})) for eps in (0.05, 0.1))
+    a, b = (record([0], meta={"eps": eps}) for eps in (0.05, 0.1))
 
     with pytest.raises(OptionError, match=r"activations were recorded with another eps"):
-        a + b
+        joined(a, b)
     with pytest.raises(ArgumentError, match="int was given, and it holds no records"):
-        a + 3
+        Run(a) + 3
 
 
 def test_a_learner_can_be_added() -> None:
@@ -144,7 +137,7 @@ def test_a_learner_can_be_added() -> None:
     assert [row["epoch"] for row in both.valid] == [0, 1]
 
 
-@pytest.mark.parametrize("entry", ZOO[::4], ids=repr)
+@pytest.mark.parametrize("entry", ZOO[::8], ids=repr)
 def test_the_record_of_any_model_joins(entry: Entry) -> None:
     stats = [ActivationStats(units=True, with_hist=True), GradientStats(), ParamStats()]
     trained_on(entry, stats)
