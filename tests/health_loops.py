@@ -34,14 +34,14 @@ def net(n_out: int = 3, *, act: type[nn.Module] = nn.ReLU, width: int = 32) -> n
     )
 
 
+def normed() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+
+
 def blobs(n: int = 32) -> tuple[Tensor, Tensor]:
     """(n, 8) standardised floats of three classes, and those."""
     y = torch.randint(3, (n,))
     return torch.eye(3, 8)[y] * 2 + 0.7 * torch.randn(n, 8), y
-
-
-def recorders() -> list[Any]:
-    return [ActivationStats(include_paramless=True, units=True), ParamStats()]
 
 
 def train(
@@ -54,10 +54,11 @@ def train(
     after_backward: Callable[[], object] = lambda: None,
     zero: bool = True,
     step: bool = True,
-    **options: Any,
 ) -> Watcher:
+    """The usual loop of `n` steps of `loss_of(i)`."""
     opt = opt or torch.optim.Adam(model.parameters(), lr)
-    with watch(model, opt, *recorders(), **options) as w:
+    recorders = ActivationStats(include_paramless=True, units=True), ParamStats()
+    with watch(model, opt, *recorders) as w:
         for i in range(n):
             loss = loss_of(i)
             if zero:
@@ -70,12 +71,18 @@ def train(
     return w
 
 
-def classify(model: Any, opt: Any = None, **how: Any) -> Watcher:
-    """The usual loop, by cross entropy."""
+def fit(
+    model: Any,
+    opt: Any = None,
+    batch: Callable[[int], tuple[Tensor, Tensor]] = lambda i: blobs(),
+    loss_func: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+    **how: Any,
+) -> Watcher:
+    """`train` with `loss_func(model(x), y)` of batches."""
 
     def loss(i: int) -> Tensor:
-        x, y = blobs()
-        return F.cross_entropy(model(x), y)
+        x, y = batch(i)
+        return loss_func(model(x), y)
 
     return train(model, loss, opt, **how)
 
@@ -89,50 +96,39 @@ def sgd(model: nn.Module, lr: float = 0.1, **how: Any) -> Any:
 
 @loop
 def broadcast(wrong: bool) -> Any:
-    model = net(1)
-
-    def loss(i: int) -> Tensor:
+    def batch(i: int) -> Any:
         x = torch.randn(32, 8)
-        y = x.sum(1)
-        out = model(x)
+        return x, x.sum(1)
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
         return ((out if wrong else out[:, 0]) - y).pow(2).mean()
 
-    return train(model, loss)
+    return fit(net(1), batch=batch, loss_func=loss)
 
 
 @loop
 def softmax_dim(wrong: bool) -> Any:
-    model = net()
-
-    def loss(i: int) -> Tensor:
-        x, y = blobs()
-        return F.nll_loss(model(x).log_softmax(0 if wrong else 1), y)
-
-    return train(model, loss)
+    return fit(net(), loss_func=lambda x, y: F.nll_loss(x.log_softmax(0 if wrong else 1), y))
 
 
 @loop
 def probabilities(wrong: bool) -> Any:
-    model = nn.Sequential(*net(), nn.Softmax(1) if wrong else nn.Identity())
-    return classify(model)
+    return fit(nn.Sequential(*net(), nn.Softmax(1) if wrong else nn.Identity()))
 
 
 @loop
 def ascent(wrong: bool) -> Any:
     model = net()
-    return classify(model, sgd(model, 0.01, maximize=wrong))
+    return fit(model, sgd(model, 0.01, maximize=wrong))
 
 
 @loop
 def below_zero(wrong: bool) -> Any:
-    model = net(1)
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        target = y.float() if wrong else (y > 0).float()  # 0 to 2, where 0 to 1 are meant
+        return F.binary_cross_entropy_with_logits(out[:, 0], target)
 
-    def loss(i: int) -> Tensor:
-        x, y = blobs()  # labels of 0 to 2, where 0 to 1 are meant
-        target = y.float() if wrong else (y > 0).float()
-        return F.binary_cross_entropy_with_logits(model(x)[:, 0], target)
-
-    return train(model, loss, lr=0.02)
+    return fit(net(1), loss_func=loss, lr=0.02)
 
 
 # --- facts: the loop
@@ -140,26 +136,25 @@ def below_zero(wrong: bool) -> Any:
 
 @loop
 def no_step(wrong: bool) -> Any:
-    return classify(net(), step=not wrong)
+    return fit(net(), step=not wrong)
 
 
 @loop
 def grads_pile_up(wrong: bool) -> Any:
     model = net()
-    return classify(model, sgd(model, 0.02), zero=not wrong)
+    return fit(model, sgd(model, 0.02), zero=not wrong)
 
 
 @loop
 def eval_mode(wrong: bool) -> Any:
-    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+    model = normed()
 
-    def loss(i: int) -> Tensor:
+    def batch(i: int) -> Any:
         if i == 20:
             model.train(not wrong)
-        x, y = blobs()
-        return F.cross_entropy(model(x), y)
+        return blobs()
 
-    return train(model, loss)
+    return fit(model, batch=batch)
 
 
 @loop
@@ -168,13 +163,12 @@ def schedule_over(wrong: bool) -> Any:
     opt = sgd(model, 0.02)
     decay = torch.optim.lr_scheduler.ExponentialLR(opt, 0.6 if wrong else 0.97)
 
-    def loss(i: int) -> Tensor:
+    def batch(i: int) -> Any:
         if i:
             decay.step()
-        x, y = blobs()
-        return F.cross_entropy(model(x), y)
+        return blobs()
 
-    return train(model, loss, opt)
+    return fit(model, opt, batch)
 
 
 # --- facts: the data
@@ -182,40 +176,27 @@ def schedule_over(wrong: bool) -> Any:
 
 @loop
 def constant_input(wrong: bool) -> Any:
-    model = net()
-
-    def loss(i: int) -> Tensor:
+    def batch(i: int) -> Any:
         x, y = blobs()
-        return F.cross_entropy(model(x[:1].expand(32, 8) if wrong else x), y)
+        return (x[:1].expand(32, 8) if wrong else x), y
 
-    return train(model, loss)
+    return fit(net(), batch=batch)
 
 
 @loop
 def repeated_data(wrong: bool) -> Any:
     model, same = net(), blobs()
-
-    def loss(i: int) -> Tensor:
-        x, y = same if wrong else blobs()
-        return F.cross_entropy(model(x), y)
-
-    return train(model, loss)
+    return fit(model, batch=lambda i: same if wrong else blobs())
 
 
 @loop
 def small_batch(wrong: bool) -> Any:
-    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
-
-    def loss(i: int) -> Tensor:
-        x, y = blobs(2 if wrong else 32)
-        return F.cross_entropy(model(x), y)
-
-    return train(model, loss)
+    return fit(normed(), batch=lambda i: blobs(2 if wrong else 32))
 
 
 @loop
 def dropout(wrong: bool) -> Any:
-    return classify(nn.Sequential(*net()[:4], nn.Dropout(0.95 if wrong else 0.1), net()[4]))
+    return fit(nn.Sequential(*net()[:4], nn.Dropout(0.95 if wrong else 0.1), net()[4]))
 
 
 # --- facts: parameters
@@ -224,8 +205,7 @@ def dropout(wrong: bool) -> Any:
 @loop
 def not_in_optimizer(wrong: bool) -> Any:
     model = net()
-    opt = torch.optim.Adam((model[:4] if wrong else model).parameters(), 3e-3)
-    return classify(model, opt)
+    return fit(model, torch.optim.Adam((model[:4] if wrong else model).parameters(), 3e-3))
 
 
 @loop
@@ -243,7 +223,7 @@ def unregistered(wrong: bool) -> Any:
                 x = part(x)
             return self.last(x)
 
-    return classify(Listed(), lr=0.02)
+    return fit(Listed(), lr=0.02)
 
 
 class Headed(nn.Module):
@@ -261,7 +241,7 @@ class Headed(nn.Module):
 
 @loop
 def no_gradient(wrong: bool) -> Any:
-    return classify(Headed(cut=wrong))
+    return fit(Headed(cut=wrong))
 
 
 @loop
@@ -269,7 +249,7 @@ def unmoved(wrong: bool) -> Any:
     model = net()
     still = {"params": model[2].parameters(), "lr": 0.0 if wrong else 3e-3}
     rest = [*model[0].parameters(), *model[4].parameters()]
-    return classify(model, torch.optim.Adam([{"params": rest}, still], 3e-3))
+    return fit(model, torch.optim.Adam([{"params": rest}, still], 3e-3))
 
 
 @loop
@@ -282,7 +262,7 @@ def zero_gradient(wrong: bool) -> Any:
         def forward(self, x: Tensor) -> Tensor:
             return self.out(self.a(x).relu() + self.b(x) * (0.0 if wrong else 1.0))
 
-    return classify(Gated())
+    return fit(Gated())
 
 
 @loop
@@ -290,7 +270,7 @@ def zero_init(wrong: bool) -> Any:
     model = net()
     for p in model.parameters() if wrong else ():
         nn.init.zeros_(p)
-    return classify(model)
+    return fit(model)
 
 
 @loop
@@ -298,7 +278,7 @@ def constant_init(wrong: bool) -> Any:
     model = net()
     for p in model.parameters() if wrong else ():
         nn.init.constant_(p, 0.1)
-    return classify(model)
+    return fit(model)
 
 
 # --- facts: values
@@ -306,15 +286,13 @@ def constant_init(wrong: bool) -> Any:
 
 @loop
 def non_finite(wrong: bool) -> Any:
-    model = net()
-
-    def loss(i: int) -> Tensor:
+    def batch(i: int) -> Any:
         x, y = blobs()
         if wrong and i == 30:
             x[0, 0] = math.nan
-        return F.cross_entropy(model(x), y)
+        return x, y
 
-    return train(model, loss)
+    return fit(net(), batch=batch)
 
 
 @loop
@@ -322,15 +300,14 @@ def dead(wrong: bool) -> Any:
     model = net()
     if wrong:
         nn.init.constant_(model[2].bias[:-1], -20.0)
-    return classify(model)
+    return fit(model)
 
 
 @loop
 def saturated(wrong: bool) -> Any:
     model = net(act=nn.Tanh)
-    if wrong:
-        model[0].weight.data.mul_(20)
-    return classify(model)
+    model[0].weight.data.mul_(20 if wrong else 1)
+    return fit(model)
 
 
 # --- measures
@@ -338,25 +315,20 @@ def saturated(wrong: bool) -> Any:
 
 @loop
 def input_scale(wrong: bool) -> Any:
-    model = net()
-
-    def loss(i: int) -> Tensor:
+    def batch(i: int) -> Any:
         x, y = blobs()
-        return F.cross_entropy(model(x * (255 if wrong else 1)), y)
+        return x * (255 if wrong else 1), y
 
-    return train(model, loss)
+    return fit(net(), batch=batch)
 
 
 @loop
 def target_scale(wrong: bool) -> Any:
-    model = net(1)
-
-    def loss(i: int) -> Tensor:
+    def batch(i: int) -> Any:
         x = torch.randn(32, 8)
-        y = x[:, :1] * 300 + 2000
-        return F.mse_loss(model(x), y if wrong else (y - 2000) / 300)
+        return x, x[:, :1] * 300 + 2000 if wrong else x[:, :1]
 
-    return train(model, loss)
+    return fit(net(1), batch=batch, loss_func=F.mse_loss)
 
 
 @loop
@@ -364,20 +336,20 @@ def bad_init(wrong: bool) -> Any:
     model = net()
     for layer in model[::2] if wrong else ():
         nn.init.normal_(layer.weight, 0, 3)
-    return classify(model)
+    return fit(model)
 
 
 @loop
 def weight_decay(wrong: bool) -> Any:
     model = net()
     decay = 10.0 if wrong else 0.01
-    return classify(model, torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=decay))
+    return fit(model, torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=decay))
 
 
 @loop
 def momentum(wrong: bool) -> Any:
     model = net()
-    return classify(model, sgd(model, 0.01, momentum=0.999 if wrong else 0.9))
+    return fit(model, sgd(model, 0.01, momentum=0.999 if wrong else 0.9))
 
 
 @loop
@@ -387,30 +359,32 @@ def clipping(wrong: bool) -> Any:
     def clip() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1e-5 if wrong else 1.0)
 
-    return classify(model, sgd(model), after_backward=clip)
+    return fit(model, sgd(model), after_backward=clip)
 
 
 @loop
 def fp16_underflow(wrong: bool) -> Any:
     model = net().half()
 
-    def loss(i: int) -> Tensor:
+    def batch(i: int) -> Any:
         x, y = blobs()
-        return F.cross_entropy(model(x.half()).float(), y) * (1e-5 if wrong else 1.0)
+        return x.half(), y
 
-    return train(model, loss, sgd(model))
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out.float(), y) * (1e-5 if wrong else 1.0)
+
+    return fit(model, sgd(model), batch, loss)
 
 
 @loop
 def lr_too_high(wrong: bool) -> Any:
-    model = net()
-    return classify(model, lr=5.0 if wrong else 3e-3, n=60)
+    return fit(net(), lr=5.0 if wrong else 3e-3, n=60)
 
 
 @loop
 def lr_too_low(wrong: bool) -> Any:
     model = net()
-    return classify(model, sgd(model, 1e-5 if wrong else 0.1), n=100)
+    return fit(model, sgd(model, 1e-5 if wrong else 0.1), n=100)
 
 
 # --- notes
@@ -418,13 +392,11 @@ def lr_too_low(wrong: bool) -> Any:
 
 @loop
 def not_learning(wrong: bool) -> Any:
-    model = net()
-
-    def loss(i: int) -> Tensor:
+    def batch(i: int) -> Any:
         x, y = blobs(256)
-        return F.cross_entropy(model(x), torch.randint(3, (256,)) if wrong else y)
+        return x, torch.randint(3, (256,)) if wrong else y
 
-    return train(model, loss, n=60)
+    return fit(net(), batch=batch, n=60)
 
 
 @loop
@@ -432,15 +404,14 @@ def initial_loss(wrong: bool) -> Any:
     model = net()
     if wrong:
         model[4].bias.data.copy_(torch.tensor([30.0, 0, 0]))
-    return classify(model)
+    return fit(model)
 
 
 @loop
 def vanishing(wrong: bool) -> Any:
     act = nn.Sigmoid if wrong else nn.ReLU
     layers = [part for _ in range(7) for part in (nn.Linear(8, 8), act())]
-    model = nn.Sequential(*layers, nn.Linear(8, 3))
-    return classify(model)
+    return fit(nn.Sequential(*layers, nn.Linear(8, 3)))
 
 
 @loop
@@ -450,7 +421,7 @@ def exploding(wrong: bool) -> Any:
         for layer, times in zip(model[::2], (0.01, 1, 8), strict=True):
             layer.weight.data.mul_(times)
             nn.init.zeros_(layer.bias)
-    return classify(model, lr=1e-4)
+    return fit(model, lr=1e-4)
 
 
 @loop

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from health_loops import LOOPS, blobs, classify, net, sgd, train
+from health_loops import LOOPS, blobs, fit, net, sgd
 from torch import nn
 
 from hookkit import FlightRecorder, GradientStats, ParamStats, Run, diagnose, watch
@@ -19,24 +19,21 @@ def first(run):
     return found[0]
 
 
-class Breaks(nn.Module):
-    """Gives what `f` makes of what it is given."""
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
 
-    def __init__(self, f):
-        super().__init__()
-        self.f = f
 
+class Log(nn.Module):
     def forward(self, x):
-        return self.f(x)
+        return x.relu().log()  # of 0
 
 
 def test_nan_in_the_data_is_told_from_nan_that_a_function_makes():
-    torch.manual_seed(0)
-    made = Breaks(lambda x: x.relu().log())  # of 0
-    model = nn.Sequential(nn.Linear(8, 32), made, nn.Linear(32, 3))
+    model = nn.Sequential(nn.Linear(8, 32), Log(), nn.Linear(32, 3))
 
     assert "the data" in first(LOOPS["non_finite"](True)).cause
-    assert "log, sqrt or a division" in first(classify(model)).cause
+    assert "log, sqrt or a division" in first(fit(model)).cause
 
 
 def test_a_loss_alone_that_stops_being_a_number_is_named_with_its_step():
@@ -55,7 +52,6 @@ def test_losses_that_are_not_known_in_every_step_are_no_nan():
 
 
 def test_an_incident_of_the_flight_recorder_is_the_finding():
-    torch.manual_seed(0)
     model = net()
     opt = torch.optim.SGD(model.parameters(), 0.1)
     with watch(model, opt, FlightRecorder("report")) as w:
@@ -75,7 +71,6 @@ def test_an_incident_of_the_flight_recorder_is_the_finding():
 
 
 def test_steps_that_a_scaler_skips_are_a_note():
-    torch.manual_seed(0)
     model = net()
     opt = sgd(model, 0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=1000)
@@ -92,8 +87,8 @@ def test_steps_that_a_scaler_skips_are_a_note():
     assert not [f for f in diagnose(w).alarms if f.rule == "non_finite"]
 
 
-@pytest.mark.parametrize("rule", ["not_in_optimizer", "dropout", "bad_init", "zero_gradient"])
-def test_every_tenth_step_is_enough(rule):
+@pytest.mark.parametrize("rule", ["not_in_optimizer", "bad_init"])
+def test_every_fourth_step_is_enough(rule):
     run = LOOPS[rule](True)
     some = {
         kind: dataclasses.replace(
@@ -109,47 +104,41 @@ def test_every_tenth_step_is_enough(rule):
 
 
 def test_matrices_of_one_rate_are_judged_together():
-    torch.manual_seed(0)
     model = net()
     groups = [{"params": model[:4].parameters()}, {"params": model[4].parameters(), "lr": 5.0}]
 
-    found = diagnose(classify(model, torch.optim.Adam(groups, 1e-3), n=60))
+    found = diagnose(fit(model, torch.optim.Adam(groups, 1e-3), n=60))
 
     assert "lr_too_high" not in {f.rule for f in found.alarms}  # one matrix of three
 
 
 def test_weights_that_were_trained_before_may_move_little():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 3))
 
     def found():
-        return diagnose(classify(model, sgd(model, 1e-5), n=100))
+        return diagnose(fit(model, sgd(model, 1e-5), n=100))
 
     assert "lr_too_low" in {f.rule for f in found().alarms}
-    classify(model, lr=3e-3)
+    fit(model, lr=3e-3)
     assert not found().alarms
 
 
 def test_where_gradients_fade_nothing_is_said_of_the_rate():
-    torch.manual_seed(0)
     layers = [part for _ in range(7) for part in (nn.Linear(8, 8), nn.Sigmoid())]
     model = nn.Sequential(*layers, nn.Linear(8, 3))
 
-    found = diagnose(classify(model, sgd(model, 0.05), n=100))
+    found = diagnose(fit(model, sgd(model, 0.05), n=100))
 
     assert "vanishing" in found.rules
     assert not found.alarms
 
 
 def test_targets_that_are_far_and_are_learnt_are_no_alarm():
-    torch.manual_seed(0)
-    model = net(1)
-
-    def loss(i):
+    def batch(i):
         x = torch.randn(32, 8)
-        return F.mse_loss(model(x), x[:, :1] * 30 + 200)
+        return x, x[:, :1] * 30 + 200
 
-    found = diagnose(train(model, loss, n=150, lr=0.05))
+    found = diagnose(fit(net(1), batch=batch, loss_func=F.mse_loss, n=150, lr=0.05))
 
     assert "target_scale" not in found.rules
 
