@@ -111,16 +111,20 @@ def test_an_empty_figure_is_laid_out_so_that_no_name_is_cut_off() -> None:
     assert min(box.x0 for box in boxes) >= 0
 
 
-def test_in_a_notebook_a_picture_is_a_figure_of_pyplot_and_saving_closes_it(tmp_path: Path) -> None:
+@pytest.fixture
+def _as_in_a_notebook() -> Iterator[None]:
     token = figures._offscreen.set(False)
-    try:
-        picture = plotting.plot_stats(made.run(n=10))
-        assert plt.get_fignums() == [picture.number]
-        plotting.save(picture, tmp_path / "new" / "stats.png")
-        assert plt.get_fignums() == []
-    finally:
-        figures._offscreen.reset(token)
+    yield
+    figures._offscreen.reset(token)
 
+
+@pytest.mark.usefixtures("_as_in_a_notebook")
+def test_in_a_notebook_a_picture_is_a_figure_of_pyplot_and_saving_closes_it(tmp_path: Path) -> None:
+    picture = plotting.plot_stats(made.run(n=10))
+    assert plt.get_fignums() == [picture.number]
+
+    plotting.save(picture, tmp_path / "new" / "stats.png")
+    assert plt.get_fignums() == []
     assert (tmp_path / "new" / "stats.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -142,65 +146,45 @@ def test_only_pictures_are_saved_and_only_as_png(tmp_path: Path) -> None:
 # --- what is refused
 
 
-def test_without_histograms_the_error_says_how_to_record_them() -> None:
-    run = made.run(n=10, hist=False)
-    for draw in (plotting.color_dim, plotting.plot_density):
-        with pytest.raises(OptionError, match="with_hist=True"):
-            draw(run)
+REFUSED: dict[str, tuple[Callable[[Run], Any], str]] = {
+    "no bins": (lambda run: plotting.color_dim(run), "with_hist=True"),
+    "no bins for a density": (lambda run: plotting.plot_density(run), "with_hist=True"),
+    "layer": (lambda run: plotting.plot_layer_stats(run, "fc11"), "fc1"),
+    "kind": (lambda run: plotting.plot_updates(run.activations), r"Train with ParamStats\(\)"),
+    "axes": (lambda run: plotting.color_dim(run, ax=Figure().subplots()), "layer, or give fig="),
+    "page": (lambda run: plotting.color_dim(run, page=2), r"which 24 of 3 layers.* from 1 to 1"),
+    "start": (lambda run: plotting.plot_loss(run, 30), r"steps to leave out.* from 0 to 29"),
+}
 
 
-def test_an_unknown_layer_is_an_error_with_the_nearest_names() -> None:
-    with pytest.raises(SelectionError, match=r"fc1"):
-        plotting.plot_layer_stats(made.run(n=5), "fc11")
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_drawn_is_refused_with_its_cure(what: str) -> None:
+    draw, cure = REFUSED[what]
+
+    with pytest.raises((OptionError, SelectionError), match=cure):
+        draw(made.run(n=30, hist="bins" not in what))
 
 
-def test_a_missing_kind_names_its_recorder() -> None:
-    with pytest.raises(OptionError, match=r"Train with ParamStats\(\)"):
-        plotting.plot_updates(made.run(n=5).activations)
-
-
+@pytest.mark.usefixtures("_as_in_a_notebook")
 @pytest.mark.parametrize("step", [-1, 300, "last", 2.5])
 def test_a_step_that_was_not_recorded_is_refused_and_leaves_no_empty_figure(step: Any) -> None:
-    run, token = made.run(n=30, every=10), figures._offscreen.set(False)
-    try:
+    run = made.run(n=30, every=10)
+
+    for draw in (plotting.plot_density, lambda run, step: plotting.plot_depth(run, [0, step])):
         with pytest.raises(OptionError, match=r"step that was recorded.* from 0 to 299"):
-            plotting.plot_density(run, step)
-        with pytest.raises(OptionError, match=r"step that was recorded.* from 0 to 299"):
-            plotting.plot_depth(run, [0, step])
-        assert plt.get_fignums() == []
-    finally:
-        figures._offscreen.reset(token)
-
-
-def test_color_dim_of_all_layers_on_one_axes_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"Name a layer, or give fig="):
-        plotting.color_dim(made.run(n=5), ax=Figure().subplots())
-
-
-def test_a_page_that_is_not_there_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"which 24 of 3 layers.* from 1 to 1"):
-        plotting.color_dim(made.run(n=5), page=2)
-
-
-def test_leaving_out_all_of_the_losses_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"number of steps to leave out.* from 0 to 29"):
-        plotting.plot_loss(made.run(n=30), 30)
+            draw(run, step)
+    assert plt.get_fignums() == []
 
 
 # --- names, steps, epochs
 
 
-def test_names_of_layers_are_no_formulas_and_on_one_line() -> None:
+def test_names_of_layers_are_no_formulas_and_on_one_line_and_end_as_they_do() -> None:
     record = made.record([("cost in $ or $US\nline", "Linear")], 5)
 
     assert figures.label(record, 0) == r"cost in \$ or \$US line Linear"
     assert plotting.png(plotting.plot_stats(record), dpi=30)
-
-
-def test_of_a_long_name_the_end_is_shown() -> None:
-    record = made.record([("model.layers.11.self_attn.out_proj.lora_A", "Linear")], 5)
-
-    assert figures.label(record, 0, 24) == "…tn.out_proj.lora_A Linear"[-24:].replace("n", "…", 1)
+    assert figures.label(record, 0, 14) == "…S line Linear"  # the end of a long one
 
 
 def test_of_many_layers_every_nth_is_named() -> None:
@@ -232,11 +216,7 @@ def test_epochs_are_marked_where_they_begin_in_another_fit_too() -> None:
 
 
 def test_few_steps_are_counted_in_whole_numbers() -> None:
-    ax = plotting.plot_updates(made.run(n=3))
-
-    ax.figure.draw_without_rendering()
-
-    assert all(float(tick).is_integer() for tick in ax.get_xticks())
+    assert all(float(x).is_integer() for x in plotting.plot_updates(made.run(n=3)).get_xticks())
 
 
 def test_what_is_broken_has_a_bar_on_top_where_it_is_broken() -> None:
@@ -262,13 +242,9 @@ def test_plot_run_has_a_panel_and_a_bar_for_each_record_that_is_there() -> None:
     assert heads == ["RMS of activations", "RMS of gradients", "Update : weight of matrices"]
     assert len(fig.axes) == 6
     assert fig.axes[2].get_xlabel() == "optimizer step"
+    matrices = [text.get_text() for text in fig.axes[2].get_yticklabels()]
+    assert matrices == ["fc1.weight Linear", "fc2.weight Linear"]  # vectors are left out
     assert len(plotting.plot_run(made.run(n=20).gradients, findings=[]).axes) == 2
-
-
-def test_vectors_are_not_among_the_updates() -> None:
-    names = [t.get_text() for t in plotting.plot_run(made.run(n=9)).axes[2].get_yticklabels()]
-
-    assert names == ["fc1.weight Linear", "fc2.weight Linear"]
 
 
 class Found(SimpleNamespace):
@@ -303,9 +279,7 @@ def test_six_findings_at_most_are_marked_and_long_ones_cut() -> None:
 
 
 def test_plot_run_diagnoses_when_no_findings_are_given() -> None:
-    words = plotting.plot_run(made.exploding(made.run(n=100))).get_supxlabel()
-
-    assert "non_finite" in words
+    assert "non_finite" in plotting.plot_run(made.exploding(made.run(n=100))).get_supxlabel()
 
 
 @pytest.mark.parametrize(
@@ -329,8 +303,7 @@ def test_no_number_is_drawn_as_nan() -> None:
 
     fig = plotting.plot_run(r, findings=[])
 
-    mesh = fig.axes[0].collections[0]
-    assert cells(fig).max() <= mesh.get_clim()[1]
+    assert cells(fig).max() <= fig.axes[0].collections[0].get_clim()[1]
 
 
 def test_a_spike_survives_the_merging_of_columns() -> None:
@@ -344,10 +317,8 @@ def test_a_spike_survives_the_merging_of_columns() -> None:
 
 
 def test_changes_are_drawn_where_a_norm_gives_each_layer_its_level() -> None:
-    layers = [("ln", "LlamaRMSNorm"), ("fc", "Linear")]
-    n = 100
-    rms = np.outer([1.0, 0.01], np.where(np.arange(n) < 50, 1, 10))
-    r = made.record(layers, n)
+    rms = np.outer([1.0, 0.01], np.where(np.arange(100) < 50, 1, 10))
+    r = made.record([("ln", "LlamaRMSNorm"), ("fc", "Linear")], 100)
     r = replace(r, values={**r.values, "rms": rms})
 
     fig = plotting.plot_run(r, findings=[])
@@ -428,31 +399,26 @@ def units(dead: Any, window: int = 10, **fields: Any) -> Record:
     return replace(r, values=values, meta={"window": window}, **fields)
 
 
-def test_dead_units_are_drawn_where_a_half_window_ends() -> None:
-    ax = plotting.plot_dead(units(np.linspace(0, 1, 23)))
+NAN_FROM_12 = "nonfinite", (0, slice(12, None)), 9
+
+
+@pytest.mark.parametrize(
+    ("record", "drawn"),
+    [
+        (units(np.linspace(0, 1, 23)), [4, 9, 14, 19, 22]),
+        (units(np.full(6, 0.25), 50), [5]),  # shorter than a window
+        (units(np.full(6, 0.5), 8, spans=np.full(6, 2)), [1, 3, 5]),  # merged records
+        (made.with_values(units(np.full(20, 0.5)), *NAN_FROM_12), [4, 9]),  # judged over NaN
+    ],
+)
+def test_dead_units_are_drawn_where_a_half_window_ends(record: Record, drawn: list[int]) -> None:
+    ax = plotting.plot_dead(record)
 
     line = curves(ax)["act ReLU"]
-    assert list(line.get_xdata()) == [4, 9, 14, 19, 22]
-    np.testing.assert_allclose(line.get_ydata(), 100 * np.array([4, 9, 14, 19, 22]) / 22)
-    assert ax.get_title(loc="left") == "Units that are dead over the last 10 records"
-
-
-def test_of_a_run_shorter_than_a_window_the_end_is_drawn() -> None:
-    line = curves(plotting.plot_dead(units(np.full(6, 0.25), 50)))["act ReLU"]
-
-    assert (list(line.get_xdata()), list(line.get_ydata())) == ([5], [25])
-
-
-def test_windows_of_merged_records_end_where_they_were_judged() -> None:
-    r = units(np.full(6, 0.5), 8, spans=np.full(6, 2))
-
-    assert list(curves(plotting.plot_dead(r))["act ReLU"].get_xdata()) == [1, 3, 5]
-
-
-def test_units_judged_over_nan_are_not_drawn() -> None:
-    r = made.with_values(units(np.full(20, 0.5)), "nonfinite", (0, slice(12, None)), 9)
-
-    assert list(curves(plotting.plot_dead(r))["act ReLU"].get_xdata()) == [4, 9]
+    assert list(line.get_xdata()) == drawn
+    np.testing.assert_allclose(line.get_ydata(), 100 * record.values["dead"][0, drawn])
+    window = record.meta["window"]
+    assert ax.get_title(loc="left") == f"Units that are dead over the last {window} records"
 
 
 def test_without_units_values_near_zero_are_drawn_and_the_title_says_so() -> None:
@@ -492,20 +458,13 @@ def test_the_smooth_line_begins_where_a_falling_loss_does_and_no_spike_moves_it(
     np.testing.assert_allclose(line.get_ydata()[:-5], losses[:-5], rtol=0.02)
 
 
-def test_validation_is_drawn_at_the_step_of_its_row_else_in_equal_parts() -> None:
-    rows = [{"step": 12, "valid_loss": 1.0}, {"valid_loss": 0.5}, {"accuracy": 0.9}]
+def test_validation_is_drawn_at_the_step_of_its_row_else_in_equal_parts_and_nan_is_marked() -> None:
+    rows = [{"step": 7, "valid_loss": 1.0}, {"valid_loss": 0.5}, {"valid_loss": np.nan, "step": 25}]
 
     points = curves(plotting.plot_loss(Run(losses=np.ones(30), valid=rows)).axes[0])
 
-    assert list(points["validation loss"].get_xdata()) == [12, 19]
-
-
-def test_a_validation_loss_of_nan_is_marked() -> None:
-    rows = [{"step": 9, "valid_loss": 1.0}, {"step": 19, "valid_loss": np.nan}]
-
-    points = curves(plotting.plot_loss(Run(losses=np.ones(30), valid=rows)).axes[0])
-
-    assert list(points["validation: NaN or Inf"].get_xdata()) == [19]
+    assert list(points["validation loss"].get_xdata()[:2]) == [7, 19]
+    assert list(points["validation: NaN or Inf"].get_xdata()) == [25]
 
 
 @pytest.mark.parametrize(
@@ -565,7 +524,7 @@ def counted(edges: Any, counts: Any) -> Record:
     return replace(r, hist=hist, edges=np.asarray(edges, float))
 
 
-def test_a_signed_log_axis_has_decades_of_equal_length_and_a_linear_middle() -> None:
+def test_an_axis_is_linear_or_has_decades_of_equal_length_and_a_linear_middle() -> None:
     edges = [-np.inf, -100, -10, -1, 0, 1, 10, 100, np.inf]
 
     places, ticks, names = spread._value_axis(counted(edges, np.ones(8)))
@@ -574,8 +533,6 @@ def test_a_signed_log_axis_has_decades_of_equal_length_and_a_linear_middle() -> 
     assert names == ["−100", "0", "100"]
     np.testing.assert_allclose(ticks, [-2.43, 0, 2.43], atol=0.01)
 
-
-def test_bins_that_are_equally_wide_have_a_linear_axis() -> None:
     places, ticks, names = spread._value_axis(counted(np.linspace(-2, 2, 9), np.ones(8)))
 
     np.testing.assert_allclose(np.diff(places), np.diff(places)[0])
@@ -590,18 +547,16 @@ def test_the_area_under_each_line_of_a_density_is_one() -> None:
         assert (line.get_ydata() * np.diff(edges)).sum() == pytest.approx(1)
 
 
-def test_density_takes_the_nearest_record_and_says_which() -> None:
-    title = plotting.plot_density(made.run(n=30, every=10), 203).get_title(loc="left")
-
-    assert title == "Spread of activations at step 200"
-
-
-def test_density_shows_the_last_step_with_values_after_a_run_diverged() -> None:
-    run = blown_up(made.run(n=30), np.nan, slice(20, None))
-
-    assert plotting.plot_density(run).get_title(loc="left").endswith("at step 19")
-    with_one = plotting.plot_density(made.exploding(made.run(n=40)), 39).get_title(loc="left")
-    assert with_one.endswith("step 39; 2 layers have no finite value there")
+@pytest.mark.parametrize(
+    ("run", "step", "says"),
+    [
+        (made.run(n=30, every=10), 203, "Spread of activations at step 200"),  # the nearest
+        (blown_up(made.run(n=30), np.nan, slice(20, None)), None, "at step 19"),  # with values
+        (made.exploding(made.run(n=40)), 39, "step 39; 2 layers have no finite value there"),
+    ],
+)
+def test_density_says_which_record_it_shows(run: Run, step: int | None, says: str) -> None:
+    assert plotting.plot_density(run, step).get_title(loc="left").endswith(says)
 
 
 def test_the_pages_of_color_dim_drop_no_layer_and_say_which_they_show() -> None:
