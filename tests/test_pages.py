@@ -53,15 +53,22 @@ def html_of(run: Any, tmp_path: Path, **options: Any) -> str:
     return hookkit.report(run, tmp_path / "run.html", **options).read_text()
 
 
-@pytest.fixture
+REAL = pages.picture
+
+
+@pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For what is beside them: they take seconds."""
+    """They take seconds, and most tests are about what is beside them."""
     monkeypatch.setattr(pages, "picture", lambda draw, caption: f"<p>{caption}</p>")
 
 
 @pytest.mark.slow
-def test_the_page_has_every_part_in_order_and_its_tags_balance(tmp_path: Path) -> None:
-    html = html_of(made.exploding(made.run(n=60)), tmp_path)
+def test_the_page_has_every_part_in_order_and_its_tags_balance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "picture", REAL)
+
+    html = html_of(made.exploding(made.run(n=20)), tmp_path)
 
     page = Outline(html)
     heads = re.findall(r"<h2>(.*?)</h2>", html)
@@ -74,27 +81,25 @@ def test_the_page_has_every_part_in_order_and_its_tags_balance(tmp_path: Path) -
     assert all(str(image["src"]).startswith("data:image/png;base64,") for image in page.all("img"))
     assert "non_finite" in page.text
     assert "Training of Net" in page.text
+    assert not re.findall(r"<script|<link|https?://|url\(", html)  # nothing is loaded
+    assert "width=device-width" in html  # a phone scales it
 
 
-def test_nothing_is_loaded_from_elsewhere_and_a_phone_scales_it(tmp_path: Path) -> None:
-    html = html_of(Run(losses=np.ones(9)), tmp_path)
+def test_missing_parts_are_named_with_their_recorder_and_incidents_are_listed(
+    tmp_path: Path,
+) -> None:
+    run = Run(losses=np.ones(9), incidents=(Incident("activation", "fc1", "Linear", 7),))
 
-    assert not re.findall(r"<script|<link|https?://|url\(", html)
-    assert "width=device-width" in html
-
-
-@pytest.mark.usefixtures("_no_pictures")
-def test_missing_parts_are_named_with_their_recorder(tmp_path: Path) -> None:
-    text = Outline(html_of(Run(losses=np.ones(9)), tmp_path)).text
+    text = Outline(html_of(run, tmp_path)).text
 
     assert "activations (ActivationStats())" in text
     assert "params (ParamStats())" in text
     assert "No summary was given" in text
+    assert "step 7 (epoch 0): first non-finite activation of fc1 (Linear)" in text
     bare = html_of(made.run(n=9, hist=False), tmp_path)
     assert "No histograms of gradients were recorded: use with_hist=True" in bare
 
 
-@pytest.mark.usefixtures("_no_pictures")
 def test_tables_have_the_last_value_that_was_seen(tmp_path: Path) -> None:
     run = made.run(n=20, epoch=10)
     r = made.with_values(run.activations, "rms", (1, slice(5, None)), np.nan)
@@ -112,66 +117,42 @@ def test_a_picture_that_fails_is_replaced_by_the_reason(monkeypatch: pytest.Monk
     def fails(plotting: Any) -> Any:
         raise ValueError("no <ink>")
 
-    assert pages.picture(fails, "Loss") == "<p>Loss: no picture. ValueError: no &lt;ink&gt;</p>"
+    assert REAL(fails, "Loss") == "<p>Loss: no picture. ValueError: no &lt;ink&gt;</p>"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in [n for n in sys.modules if n.startswith("hookkit.plotting")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(hookkit, "plotting", raising=False)
-    without = pages.picture(lambda p: p.plot_loss(made.run(n=5)), "Loss")
-    assert "hookkit[plot]" in without
+    assert "hookkit[plot]" in REAL(lambda p: p.plot_loss(made.run(n=5)), "Loss")
 
 
-@pytest.mark.usefixtures("_no_pictures")
 def test_names_and_facts_are_escaped_and_paths_are_not_shown(tmp_path: Path) -> None:
     info = {"model": "<Net>", "data": "/home/me/data", "seed": 0.5, "who": "me@host", "x": [1]}
     run = replace(made.run([("<b>", "Linear")], n=5), info=info)
 
-    html = html_of(run, tmp_path, title="a <title>")
+    html = html_of(run, tmp_path, title="a <title>", summary="3 < 4 layers")
 
     Outline(html)
     assert "a &lt;title&gt;" in html
     assert "&lt;b&gt; Linear" in html
     assert "<dt>seed</dt><dd>0.5</dd>" in html
+    assert "<pre>3 &lt; 4 layers</pre>" in html
     assert "home" not in html
     assert "me@host" not in html
 
 
-@pytest.mark.usefixtures("_no_pictures")
-def test_the_summary_is_shown_as_html_or_as_text_and_a_learner_brings_its_own(
-    tmp_path: Path,
-) -> None:
-    learn = synth_learner()
-
-    assert "<pre>3 &lt; 4 layers</pre>" in html_of(made.run(n=5), tmp_path, summary="3 < 4 layers")
-    assert "No summary was given" not in html_of(learn, tmp_path)
+def test_a_learner_brings_its_own_summary(tmp_path: Path) -> None:
+    assert "No summary was given" not in html_of(synth_learner(), tmp_path)
 
 
-@pytest.mark.usefixtures("_no_pictures")
-def test_incidents_of_the_flight_recorder_are_listed(tmp_path: Path) -> None:
-    incident = Incident("activation", "fc1", "Linear", 7)
-    text = Outline(html_of(Run(losses=np.ones(9), incidents=(incident,)), tmp_path)).text
-
-    assert "step 7 (epoch 0): first non-finite activation of fc1 (Linear)" in text
-
-
-@pytest.mark.usefixtures("_no_pictures")
-def test_a_run_reports_itself_and_the_default_name_is_report_html(
+def test_a_run_reports_itself_by_default_into_report_html_and_an_earlier_one_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
     assert made.run(n=5).report() == Path("report.html")
-    assert (tmp_path / "report.html").exists()
-
-
-@pytest.mark.usefixtures("_no_pictures")
-def test_an_earlier_report_is_replaced_and_folders_are_made(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b.html"
-    hookkit.report(made.run(n=5), path, title="first")
-
-    hookkit.report(made.run(n=5), path, title="second")
-
-    assert "<h1>second</h1>" in path.read_text()
+    hookkit.report(made.run(n=5), title="second")
+    assert "<h1>second</h1>" in Path("report.html").read_text()
+    assert hookkit.report(made.run(n=5), "new/folder/b.html").exists()
 
 
 @pytest.mark.parametrize("name", ["mine.html", "folder"])
@@ -185,7 +166,6 @@ def test_nothing_else_is_overwritten(tmp_path: Path, name: str) -> None:
     assert (tmp_path / "mine.html").read_text() == "<html>mine</html>"
 
 
-@pytest.mark.usefixtures("_no_pictures")
 def test_a_failure_while_writing_leaves_the_earlier_page_and_nothing_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
