@@ -52,15 +52,19 @@ def watched(stats: Any, n: int, bias: bool = True) -> Any:
 
 
 def refused(rank: int) -> dict[str, str]:
-    """By case the error of a record that the ranks cannot merge; "none" if it was read."""
+    """By what is expected of it the error of each record that the ranks cannot merge."""
     cases = {
-        "steps": watched(GradientStats(), 3 + rank),
-        "parameters' steps": watched(ParamStats(), 3 + rank),
-        "parameters": watched(ParamStats(), 3, bias=not rank),
-        "hist": watched(ActivationStats(with_hist=not rank), 3),
-        "units": watched(ActivationStats(units=bool(rank)), 3),
-        "kinds": watched(GradientStats() if rank else ActivationStats(), 3),
-        "classes": watched(ParamStats() if rank else ActivationStats(), 3),
+        r"gradients of different steps: 3 .* and 4": watched(GradientStats(), 3 + rank),
+        r"params of different steps: 3 .* and 4": watched(ParamStats(), 3 + rank),
+        r"options: 4 \(0\.weight.* and 3": watched(ParamStats(), 3, bias=not rank),
+        r"options: .*inf.* and .*no bins": watched(ActivationStats(with_hist=not rank), 3),
+        r"different options: .*": watched(ActivationStats(units=bool(rank)), 3),
+        r"different kind: activations and gradients": watched(
+            GradientStats() if rank else ActivationStats(), 3
+        ),
+        r"different kind: activations and params": watched(
+            ParamStats() if rank else ActivationStats(), 3
+        ),
     }
     found = {}
     for case, stats in cases.items():
@@ -117,20 +121,9 @@ def test_what_the_ranks_recorded_differently_is_an_error_on_each(
     first, second = (one["errors"] for one in seen)
 
     assert first == second
-    for case, text in first.items():
-        assert re.search(EXPECTED[case], text), case
+    for expected, text in first.items():
+        assert re.search(expected, text), text
         assert "each still reads its own" in text
-
-
-EXPECTED = {
-    "steps": r"gradients of different steps: 3 .* and 4",
-    "parameters' steps": r"params of different steps: 3 .* and 4",
-    "parameters": r"params of different options: 4 \(0\.weight.* and 3",
-    "hist": r"different options: .*inf.* and .*no bins",
-    "units": r"different options: .*",
-    "kinds": r"different kind: activations and gradients",
-    "classes": r"different kind: activations and params",
-}
 
 
 def counts(rank: int, folder: Path) -> None:
