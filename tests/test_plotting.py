@@ -269,16 +269,12 @@ def test_findings_are_listed_and_their_layers_marked() -> None:
     assert not fig.axes[2].texts
 
 
-def test_six_findings_at_most_are_marked_and_long_ones_cut() -> None:
+def test_six_findings_at_most_are_listed_and_long_ones_cut_and_its_own_if_none_are_given() -> None:
     found = [Found(rule="dead" * 50, layers=("fc1",))] * 9
 
     lines = plotting.plot_run(made.run(n=20), findings=found).get_supxlabel().splitlines()
 
-    assert len(lines) == 6
-    assert {len(line) for line in lines} == {150}
-
-
-def test_plot_run_diagnoses_when_no_findings_are_given() -> None:
+    assert [len(line) for line in lines] == [150] * 6
     assert "non_finite" in plotting.plot_run(made.exploding(made.run(n=100))).get_supxlabel()
 
 
@@ -298,21 +294,14 @@ def test_special_colours_are_explained_where_they_are_seen(value: float, word: s
     assert (cells(fig)[1, 5:9] == cells(fig)[1, 5]).all() or np.isnan(value)
 
 
-def test_no_number_is_drawn_as_nan() -> None:
-    r = made.with_values(made.run(n=20).activations, "rms", (1, 3), 1e30)
-
-    fig = plotting.plot_run(r, findings=[])
-
-    assert cells(fig).max() <= fig.axes[0].collections[0].get_clim()[1]
-
-
 def test_a_spike_survives_the_merging_of_columns() -> None:
-    r = made.with_values(made.run(n=2000).activations, "rms", (1, 1234), 1e6)
+    r = made.with_values(made.run(n=2000).activations, "rms", (1, 1234), 1e30)
 
     fig = plotting.plot_run(r, findings=[], relative=False)
 
     assert cells(fig).shape == (3, 667)
     assert cells(fig)[1].argmax() == 1234 // 3
+    assert cells(fig).max() <= fig.axes[0].collections[0].get_clim()[1]  # no NaN is drawn
     assert fig.axes[0].get_title(loc="left").endswith("each cell the largest of 3 records")
 
 
@@ -438,12 +427,8 @@ def test_the_depth_profile_draws_chosen_steps_and_leaves_out_what_has_no_size() 
     assert (list(first.get_xdata()), list(last.get_xdata())) == ([0, 1, 2], [0, 2])
     assert fig.axes[0].get_yscale() == "log"
     assert "Backward: nothing was recorded" in [t.get_text() for t in fig.axes[1].texts]
-
-
-def test_by_default_the_depth_profile_draws_powers_of_ten_and_the_last_step() -> None:
-    labels = [*curves(plotting.plot_depth(made.run(n=1500)).axes[1])]
-
-    assert labels == ["0", "1", "10", "100", "1000", "1499"]
+    by_default = [*curves(plotting.plot_depth(made.run(n=1500)).axes[1])]
+    assert by_default == ["0", "1", "10", "100", "1000", "1499"]
 
 
 # --- the loss
@@ -489,18 +474,14 @@ def test_a_loss_that_falls_far_has_a_log_scale_and_one_huge_loss_flattens_none()
     assert plotting.plot_loss(Run(losses=losses[1:])).axes[0].get_yscale() == "linear"
 
 
-def test_leaving_out_the_start_leaves_out_everything_before() -> None:
+def test_the_start_can_be_left_out_and_where_no_loss_is_known_the_picture_says_so() -> None:
     fig = plotting.plot_loss(made.run(n=100, epoch=10), 50)
 
     lines = [line for ax in fig.axes for line in curves(ax).values()]
     assert len(lines) == 5
     assert min(line.get_xdata()[0] for line in lines) >= 50
-
-
-def test_where_no_loss_was_recorded_the_picture_says_so() -> None:
-    fig = plotting.plot_loss(made.run(n=10).activations)
-
-    assert [t.get_text() for t in fig.axes[0].texts] == ["no training loss recorded"]
+    without = plotting.plot_loss(made.run(n=10).activations)
+    assert [t.get_text() for t in without.axes[0].texts] == ["no training loss recorded"]
 
 
 def test_learning_rates_and_what_lr_find_found_are_drawn() -> None:
