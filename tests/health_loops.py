@@ -16,7 +16,7 @@ LOOPS: dict[str, Callable[[bool], Run]] = {}
 """By the name of the rule: `LOOPS["dropout"](True)` is the run with the mistake."""
 
 
-def loop(f: Callable[[bool], Any]) -> Callable[[bool], Any]:
+def loop(f: Callable[[bool], Any], name: str = "") -> Callable[[bool], Any]:
     """Registers a training under the rule's name; it returns a Watcher or a Run."""
 
     def run(wrong: bool) -> Run:
@@ -24,7 +24,7 @@ def loop(f: Callable[[bool], Any]) -> Callable[[bool], Any]:
         made = f(wrong)
         return made.run_record() if isinstance(made, Watcher) else made
 
-    LOOPS[f.__name__] = run
+    LOOPS[name or f.__name__] = run
     return f
 
 
@@ -73,22 +73,57 @@ def train(
 
 def fit(
     model: Any,
-    opt: Any = None,
+    make_opt: Callable[[nn.Module], Any] = lambda model: None,
     batch: Callable[[int], tuple[Tensor, Tensor]] = lambda i: blobs(),
     loss_func: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+    inputs: Callable[[Tensor], Tensor] = lambda x: x,
     **how: Any,
 ) -> Watcher:
-    """`train` with `loss_func(model(x), y)` of batches."""
+    """`train` with `loss_func(model(inputs(x)), y)` of batches."""
 
     def loss(i: int) -> Tensor:
         x, y = batch(i)
-        return loss_func(model(x), y)
+        return loss_func(model(inputs(x)), y)
 
-    return train(model, loss, opt, **how)
+    return train(model, loss, make_opt(model), **how)
 
 
-def sgd(model: nn.Module, lr: float = 0.1, **how: Any) -> Any:
-    return torch.optim.SGD(model.parameters(), lr, **how)
+def sgd(lr: float = 0.1, **how: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: torch.optim.SGD(model.parameters(), lr, **how)
+
+
+def adamw(**how: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: torch.optim.AdamW(model.parameters(), 3e-3, **how)
+
+
+# --- a mistake in one argument
+
+ONE_ARGUMENT: dict[str, Callable[[bool], Watcher]] = {
+    "softmax_dim": lambda wrong: fit(
+        net(), loss_func=lambda x, y: F.nll_loss(x.log_softmax(0 if wrong else 1), y)
+    ),
+    "probabilities": lambda wrong: fit(
+        nn.Sequential(*net(), nn.Softmax(1) if wrong else nn.Identity())
+    ),
+    "ascent": lambda wrong: fit(net(), sgd(0.01, maximize=wrong)),
+    "no_step": lambda wrong: fit(net(), step=not wrong),
+    "grads_pile_up": lambda wrong: fit(net(), sgd(0.02), zero=not wrong),
+    "small_batch": lambda wrong: fit(normed(), batch=lambda i: blobs(2 if wrong else 32)),
+    "dropout": lambda wrong: fit(
+        nn.Sequential(*net()[:4], nn.Dropout(0.95 if wrong else 0.1), net()[4])
+    ),
+    "constant_input": lambda wrong: fit(
+        net(), inputs=lambda x: x[:1].expand(32, 8) if wrong else x
+    ),
+    "input_scale": lambda wrong: fit(net(), inputs=lambda x: x * (255 if wrong else 1)),
+    "no_gradient": lambda wrong: fit(Headed(cut=wrong)),
+    "weight_decay": lambda wrong: fit(net(), adamw(weight_decay=10.0 if wrong else 0.01)),
+    "momentum": lambda wrong: fit(net(), sgd(0.01, momentum=0.999 if wrong else 0.9)),
+    "lr_too_high": lambda wrong: fit(net(), lr=5.0 if wrong else 3e-3, n=60),
+    "lr_too_low": lambda wrong: fit(net(), sgd(1e-5 if wrong else 0.1), n=100),
+}
+for name, train_it in ONE_ARGUMENT.items():
+    loop(train_it, name)
 
 
 # --- facts: the loss
@@ -107,22 +142,6 @@ def broadcast(wrong: bool) -> Any:
 
 
 @loop
-def softmax_dim(wrong: bool) -> Any:
-    return fit(net(), loss_func=lambda x, y: F.nll_loss(x.log_softmax(0 if wrong else 1), y))
-
-
-@loop
-def probabilities(wrong: bool) -> Any:
-    return fit(nn.Sequential(*net(), nn.Softmax(1) if wrong else nn.Identity()))
-
-
-@loop
-def ascent(wrong: bool) -> Any:
-    model = net()
-    return fit(model, sgd(model, 0.01, maximize=wrong))
-
-
-@loop
 def below_zero(wrong: bool) -> Any:
     def loss(out: Tensor, y: Tensor) -> Tensor:
         target = y.float() if wrong else (y > 0).float()  # 0 to 2, where 0 to 1 are meant
@@ -132,17 +151,6 @@ def below_zero(wrong: bool) -> Any:
 
 
 # --- facts: the loop
-
-
-@loop
-def no_step(wrong: bool) -> Any:
-    return fit(net(), step=not wrong)
-
-
-@loop
-def grads_pile_up(wrong: bool) -> Any:
-    model = net()
-    return fit(model, sgd(model, 0.02), zero=not wrong)
 
 
 @loop
@@ -160,7 +168,7 @@ def eval_mode(wrong: bool) -> Any:
 @loop
 def schedule_over(wrong: bool) -> Any:
     model = net()
-    opt = sgd(model, 0.02)
+    opt = sgd(0.02)(model)
     decay = torch.optim.lr_scheduler.ExponentialLR(opt, 0.6 if wrong else 0.97)
 
     def batch(i: int) -> Any:
@@ -168,19 +176,10 @@ def schedule_over(wrong: bool) -> Any:
             decay.step()
         return blobs()
 
-    return fit(model, opt, batch)
+    return fit(model, lambda model: opt, batch)
 
 
 # --- facts: the data
-
-
-@loop
-def constant_input(wrong: bool) -> Any:
-    def batch(i: int) -> Any:
-        x, y = blobs()
-        return (x[:1].expand(32, 8) if wrong else x), y
-
-    return fit(net(), batch=batch)
 
 
 @loop
@@ -189,23 +188,15 @@ def repeated_data(wrong: bool) -> Any:
     return fit(model, batch=lambda i: same if wrong else blobs())
 
 
-@loop
-def small_batch(wrong: bool) -> Any:
-    return fit(normed(), batch=lambda i: blobs(2 if wrong else 32))
-
-
-@loop
-def dropout(wrong: bool) -> Any:
-    return fit(nn.Sequential(*net()[:4], nn.Dropout(0.95 if wrong else 0.1), net()[4]))
-
-
 # --- facts: parameters
 
 
 @loop
 def not_in_optimizer(wrong: bool) -> Any:
-    model = net()
-    return fit(model, torch.optim.Adam((model[:4] if wrong else model).parameters(), 3e-3))
+    def make_opt(model: nn.Module) -> Any:
+        return torch.optim.Adam((model[:4] if wrong else model).parameters(), 3e-3)
+
+    return fit(net(), make_opt)
 
 
 @loop
@@ -240,16 +231,13 @@ class Headed(nn.Module):
 
 
 @loop
-def no_gradient(wrong: bool) -> Any:
-    return fit(Headed(cut=wrong))
-
-
-@loop
 def unmoved(wrong: bool) -> Any:
-    model = net()
-    still = {"params": model[2].parameters(), "lr": 0.0 if wrong else 3e-3}
-    rest = [*model[0].parameters(), *model[4].parameters()]
-    return fit(model, torch.optim.Adam([{"params": rest}, still], 3e-3))
+    def make_opt(model: nn.Module) -> Any:
+        still = {"params": model[2].parameters(), "lr": 0.0 if wrong else 3e-3}
+        rest = [*model[0].parameters(), *model[4].parameters()]
+        return torch.optim.Adam([{"params": rest}, still], 3e-3)
+
+    return fit(net(), make_opt)
 
 
 @loop
@@ -314,15 +302,6 @@ def saturated(wrong: bool) -> Any:
 
 
 @loop
-def input_scale(wrong: bool) -> Any:
-    def batch(i: int) -> Any:
-        x, y = blobs()
-        return x * (255 if wrong else 1), y
-
-    return fit(net(), batch=batch)
-
-
-@loop
 def target_scale(wrong: bool) -> Any:
     def batch(i: int) -> Any:
         x = torch.randn(32, 8)
@@ -340,51 +319,21 @@ def bad_init(wrong: bool) -> Any:
 
 
 @loop
-def weight_decay(wrong: bool) -> Any:
-    model = net()
-    decay = 10.0 if wrong else 0.01
-    return fit(model, torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=decay))
-
-
-@loop
-def momentum(wrong: bool) -> Any:
-    model = net()
-    return fit(model, sgd(model, 0.01, momentum=0.999 if wrong else 0.9))
-
-
-@loop
 def clipping(wrong: bool) -> Any:
     model = net()
 
     def clip() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1e-5 if wrong else 1.0)
 
-    return fit(model, sgd(model), after_backward=clip)
+    return fit(model, sgd(), after_backward=clip)
 
 
 @loop
 def fp16_underflow(wrong: bool) -> Any:
-    model = net().half()
-
-    def batch(i: int) -> Any:
-        x, y = blobs()
-        return x.half(), y
-
     def loss(out: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(out.float(), y) * (1e-5 if wrong else 1.0)
 
-    return fit(model, sgd(model), batch, loss)
-
-
-@loop
-def lr_too_high(wrong: bool) -> Any:
-    return fit(net(), lr=5.0 if wrong else 3e-3, n=60)
-
-
-@loop
-def lr_too_low(wrong: bool) -> Any:
-    model = net()
-    return fit(model, sgd(model, 1e-5 if wrong else 0.1), n=100)
+    return fit(net().half(), sgd(), loss_func=loss, inputs=Tensor.half)
 
 
 # --- notes
@@ -427,8 +376,5 @@ def exploding(wrong: bool) -> Any:
 @loop
 def overfit(wrong: bool) -> Any:
     valid = [0.5 + (0.1 * i if wrong else -0.05 * i) for i in range(6)]
-    rows = [
-        {"epoch": i, "train_loss": 1 / (i + 1), "valid_loss": loss} for i, loss in enumerate(valid)
-    ]
-    losses = torch.linspace(1, 0.2, 60).double().numpy()
-    return Run(losses=losses, valid=rows)
+    rows = [{"epoch": i, "train_loss": 1 / (i + 1), "valid_loss": x} for i, x in enumerate(valid)]
+    return Run(losses=torch.linspace(1, 0.2, 60).double().numpy(), valid=rows)

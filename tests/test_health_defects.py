@@ -97,8 +97,9 @@ def test_a_detached_body_alarms():
 
 
 def test_a_head_that_is_trained_alone_is_no_alarm():
-    model = net(width=64)
-    found = diagnose(fit(model, torch.optim.Adam(model[4].parameters(), 0.1), n=60))
+    found = diagnose(
+        fit(net(width=64), lambda model: torch.optim.Adam(model[4].parameters(), 0.1), n=60)
+    )
 
     assert found.healthy, found
     assert "not_in_optimizer" in found.rules
@@ -116,8 +117,6 @@ def test_a_minimax_generator_turns_the_sign_of_a_loss_on_purpose():
 
 
 def test_a_lost_sign_is_seen_where_the_loss_is_reported_with_it():
-    model = net()
-
-    w = fit(model, sgd(model, 0.01), loss_func=lambda x, y: -F.cross_entropy(x, y))
+    w = fit(net(), sgd(0.01), loss_func=lambda x, y: -F.cross_entropy(x, y))
 
     assert diagnose(w).rules[0] == "ascent"

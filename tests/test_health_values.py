@@ -72,7 +72,7 @@ def test_an_incident_of_the_flight_recorder_is_the_finding():
 
 def test_steps_that_a_scaler_skips_are_a_note():
     model = net()
-    opt = sgd(model, 0.05)
+    opt = sgd(0.05)(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=1000)
     with watch(model, opt, GradientStats(of="params"), ParamStats()) as w:
         for _ in range(60):
@@ -107,7 +107,7 @@ def test_matrices_of_one_rate_are_judged_together():
     model = net()
     groups = [{"params": model[:4].parameters()}, {"params": model[4].parameters(), "lr": 5.0}]
 
-    found = diagnose(fit(model, torch.optim.Adam(groups, 1e-3), n=60))
+    found = diagnose(fit(model, lambda model: torch.optim.Adam(groups, 1e-3), n=60))
 
     assert "lr_too_high" not in {f.rule for f in found.alarms}  # one matrix of three
 
@@ -116,7 +116,7 @@ def test_weights_that_were_trained_before_may_move_little():
     model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 3))
 
     def found():
-        return diagnose(fit(model, sgd(model, 1e-5), n=100))
+        return diagnose(fit(model, sgd(1e-5), n=100))
 
     assert "lr_too_low" in {f.rule for f in found().alarms}
     fit(model, lr=3e-3)
@@ -127,7 +127,7 @@ def test_where_gradients_fade_nothing_is_said_of_the_rate():
     layers = [part for _ in range(7) for part in (nn.Linear(8, 8), nn.Sigmoid())]
     model = nn.Sequential(*layers, nn.Linear(8, 3))
 
-    found = diagnose(fit(model, sgd(model, 0.05), n=100))
+    found = diagnose(fit(model, sgd(0.05), n=100))
 
     assert "vanishing" in found.rules
     assert not found.alarms

@@ -146,12 +146,14 @@ def test_the_flight_recorder_finds_a_nan_of_any_dtype(dtype: torch.dtype):
     assert recorder.incidents[0].name == "odd"
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_large_gradients_in_16_bits_are_no_incident(dtype: torch.dtype):
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.float16, 3), (torch.bfloat16, 3), (torch.float32, 1e17)]
+)
+def test_gradients_whose_squares_overflow_are_no_incident(dtype: torch.dtype, scale: float):
     net = nn.Linear(1024, 4).to(dtype)
 
     with watch(net, opt := torch.optim.SGD(net.parameters(), 1e-6), FlightRecorder("raise")):
-        (net(torch.full((1, 1024), 1000.0, dtype=dtype)) * 3).sum().backward()
+        (net(torch.full((1, 1024), 1000.0, dtype=dtype)) * scale).sum().backward()
         opt.step()
 
     assert torch.isfinite(net.weight.grad).all()

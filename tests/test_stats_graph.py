@@ -105,24 +105,7 @@ def test_what_is_in_no_optimizer_or_has_no_rate_has_not_moved(every):
 
     want = [True, True, False, False, False, False]
     assert stats.record().meta["moved"] == want
-    assert pickle.loads(pickle.dumps(stats)).record().meta["moved"] == want
-
-
-def test_param_stats_tell_which_weights_begin_at_one_value():
-    net, stats = Calls(torch.tanh), ParamStats()
-    nn.init.constant_(net.a.weight, 0.1)
-    record = train(net, stats).params
-
-    constant = dict(zip(record.names, record.meta["constant"], strict=True))
-
-    assert constant == {"a.weight": True, "a.bias": False, "b.weight": False, "b.bias": False}
-    assert pickle.loads(pickle.dumps(stats)).record().meta == record.meta
-
-
-def test_a_run_has_momentum_and_maximize():
-    info = train(Calls(F.relu), momentum=0.5, maximize=True).info
-
-    assert (info["momentum"], info["maximize"]) == ([0.5], True)
+    assert pickle.loads(pickle.dumps(stats)).record() == stats.record()
 
 
 class InAList(nn.Module):

@@ -28,6 +28,7 @@ def test_statistics_read_as_fastais_and_as_fastai_v1s_tensor(recorded: Any) -> N
     acts = recorded.activation_stats
     stats, record = acts.stats, acts.record()
 
+    assert repr(acts) == "ActivationStats(2 layers × 3)"
     assert (len(stats), len(stats[0])) == (3, 2)
     assert {"mean", "std", "near_zero", "hist"} <= set(stats[0][0])
     assert list(stats.itemgot(1).itemgot("mean")) == record.value("mean", 1).tolist()
