@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_recording_zoo import trained as trained_on
 from torch import nn
-from zoo import ZOO, Entry
 
-from hookkit import ActivationStats, GradientStats, ParamStats, watch
+from hookkit import ActivationStats, ParamStats, watch
 from hookkit.errors import ArgumentError, OptionError
-from hookkit.records import Incident, Record, Run, as_run
+from hookkit.records import Incident, Record, Run
 from hookkit.testing import mlp, synth_learner
 
 
@@ -107,21 +105,15 @@ def test_rows_and_statistics_of_both_are_there() -> None:
     assert both.meta["eps"] == 0.05
 
 
-def test_histograms_follow_each_other() -> None:
+def test_histograms_follow_each_other_and_other_options_are_an_error() -> None:
     bins = {"hist": np.ones((1, 3, 2), np.int64), "edges": np.arange(4.0)}
     a, b = record([0, 1], **bins), record([2, 3])
-
     assert joined(a, b).hist[0].tolist() == [[1, 1, 0, 0]] * 3
-    other = record([2, 3], **{**bins, "edges": np.arange(4.0) * 2})
+
     with pytest.raises(OptionError, match="with another bins"):
-        joined(a, other)
-
-
-def test_other_options_are_an_error() -> None:
-    a, b = (record([0], meta={"eps": eps}) for eps in (0.05, 0.1))
-
+        joined(a, replace(a, edges=2 * bins["edges"]))
     with pytest.raises(OptionError, match=r"activations were recorded with another eps"):
-        joined(a, b)
+        joined(replace(a, meta={"eps": 0.05}), replace(a, meta={"eps": 0.1}))
     with pytest.raises(ArgumentError, match="int was given, and it holds no records"):
         Run(a) + 3
 
@@ -135,19 +127,3 @@ def test_a_learner_can_be_added() -> None:
 
     assert both.n_steps == 8
     assert [row["epoch"] for row in both.valid] == [0, 1]
-
-
-@pytest.mark.parametrize("entry", ZOO[::8], ids=repr)
-def test_the_record_of_any_model_joins(entry: Entry) -> None:
-    stats = [ActivationStats(units=True, with_hist=True), GradientStats(), ParamStats()]
-    trained_on(entry, stats)
-    run = as_run([each.record() for each in stats])
-
-    both = run + run
-
-    assert both.n_steps == 2 * run.n_steps
-    for once, twice in zip(run.records, both.records, strict=True):
-        assert twice.names == once.names
-        for name, table in once.values.items():
-            np.testing.assert_array_equal(twice.values[name], np.hstack([table, table]))
-    assert repr(both.diagnose())

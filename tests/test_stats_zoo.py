@@ -1,4 +1,4 @@
-"""The recorders on every odd model of the zoo: training goes on as without them, reading works."""
+"""The recorders on every odd model of the zoo: training goes on as without them, all is read."""
 
 import re
 
@@ -9,11 +9,12 @@ from test_recording_zoo import trained
 from zoo import ZOO, Entry
 
 from hookkit.errors import HookkitWarning
+from hookkit.records import as_run
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 
 
 @pytest.mark.parametrize("entry", ZOO, ids=lambda e: e.name)
-def test_training_is_the_same_and_everything_reads(entry: Entry) -> None:
+def test_training_is_the_same_and_everything_reads_and_joins(entry: Entry) -> None:
     if "compiled" in entry.tags and torch.__version__ < (2, 13):
         pytest.skip("torch < 2.13 cannot trace these tensor hooks")
     stats = ActivationStats(with_hist=True, units=True, include_paramless=True)
@@ -38,3 +39,10 @@ def test_training_is_the_same_and_everything_reads(entry: Entry) -> None:
         elif len(dead):  # it gave nothing: that is warned about
             with pytest.warns(HookkitWarning, match=re.escape(name)):
                 assert stats.dead_units(i) == []
+    run = as_run([guest.record() for guest in (stats, grads[0], guests[3])])
+    both = run + run
+    assert both.n_steps == 2 * run.n_steps
+    for once, twice in zip(run.records, both.records, strict=True):
+        for name, table in once.values.items():
+            np.testing.assert_array_equal(twice.values[name], np.hstack([table, table]))
+    assert repr(both.diagnose())
