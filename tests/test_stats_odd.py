@@ -67,55 +67,27 @@ class BodyAndHead(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of Dynamo
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_head_that_runs_after_the_model_is_recorded(compiled):
-    model, stats = BodyAndHead(), ActivationStats()
+def test_a_head_that_runs_after_the_model_is_recorded_and_a_probe_is_not(compiled):
+    model, stats, flight = BodyAndHead(), ActivationStats(), FlightRecorder("report")
     head = torch.compile(model.head, backend="eager", fullgraph=True) if compiled else model.head
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     want = []
 
-    with watch(model, opt, stats):
-        for _ in range(3):
-            out = head(model(torch.randn(4, 8)).relu())
+    with watch(model, opt, stats, flight):
+        for i in range(3):
+            out = head(model(torch.randn(4, 8)).relu() / (i < 2))  # in the last step Inf
             with torch.no_grad():
-                model.head(torch.ones(50, 8))  # a probe
+                model.head(torch.full((50, 8), math.nan))  # a probe
             want.append(out.mean().item())
             out.square().mean().backward()
             opt.step()
             opt.zero_grad()
 
     record = stats.record()
-    assert record.value("mean", "head") == pytest.approx(want, abs=1e-7)
+    assert record.value("mean", "head")[:2] == pytest.approx(want[:2], abs=1e-7)
+    assert [incident.name for incident in flight.incidents] == ["head"]
     assert record.value("count", "head").tolist() == [8, 8, 8]
     assert record.value("count", "body").tolist() == [32, 32, 32]
-
-
-class Again(torch.autograd.Function):
-    """Runs `layer` again in the backward, as reversible nets do."""
-
-    @staticmethod
-    def forward(ctx, x, layer):
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        return layer(x)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        (x,) = ctx.saved_tensors
-        x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            torch.autograd.backward(ctx.layer(x), grads)
-        return x.grad, None
-
-
-def test_what_runs_again_within_the_backward_is_recorded_once():
-    class Reversible(Net):
-        def forward(self, x):
-            return self.head(Again.apply(x.requires_grad_(), self.enc))
-
-    stats = ActivationStats()
-    train(Reversible(), stats)
-
-    assert stats.record().value("count", "enc").tolist() == [40, 40]
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -190,12 +162,11 @@ def test_records_go_out_from_whatever_holds_them(tmp_path):
     pytest.importorskip("pandas")
     assert len(w.to_df()) == len(w.run_record().to_df()) > len(w.param_stats.to_df()) > 0
 
-
-def test_save_of_a_recorder_is_not_that_of_the_learner(tmp_path):
     learn = synth_learner(cbs=ActivationStats(modules=""))
     with learn.no_logging():
         learn.fit(1)
-    assert len(Run.load(learn.activation_stats.save(tmp_path / "s")).records[0]) == 10
+    path = learn.activation_stats.save(tmp_path / "s")  # which is not the Learner's `save`
+    assert len(Run.load(path).records[0]) == 10
 
 
 # --- parts of an output
@@ -261,21 +232,6 @@ def test_layers_trained_for_quantization_are_recorded():
 
 
 # --- parameters
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_updates_of_16_bit_weights_are_not_rounded(dtype):
-    torch.manual_seed(0)
-    model, stats = nn.Linear(2, 2).to(dtype), ParamStats()
-    before = model.weight.detach().double()
-
-    def other_gradient(i):
-        model.weight.grad = torch.randn(2, 2).to(dtype)
-
-    train(model, stats, x=torch.ones(2, 2, dtype=dtype), between=other_gradient, n=1, lr=1.0)
-
-    moved = (model.weight.detach().double() - before).norm().item()
-    assert stats.record().value("update_norm", "weight")[0] == pytest.approx(moved, rel=1e-6)
 
 
 @pytest.mark.parametrize("n", [4, 200_000])
