@@ -1,18 +1,28 @@
-"""What the diagnosis once got wrong."""
+"""What the diagnosis once got wrong, of NaN above all, and what it reads of little."""
 
+import dataclasses
+import math
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from health_loops import Headed, blobs, fit, net, sgd, train
+from health_loops import LOOPS, Headed, blobs, fit, net, sgd, train
 from torch import nn
 
-from hookkit import diagnose
+from hookkit import FlightRecorder, GradientStats, ParamStats, Run, diagnose, watch
 from hookkit.health.loss_graph import loss_facts
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+def first(run):
+    found = diagnose(run)
+    assert found[0].rule == "non_finite", found
+    return found[0]
 
 
 def test_an_unused_head_does_not_come_before_nan():
@@ -120,3 +130,126 @@ def test_a_lost_sign_is_seen_where_the_loss_is_reported_with_it():
     w = fit(net(), sgd(0.01), loss_func=lambda x, y: -F.cross_entropy(x, y))
 
     assert diagnose(w).rules[0] == "ascent"
+
+
+# --- where NaN comes from, and what is read where little is recorded
+
+
+class Log(nn.Module):
+    def forward(self, x):
+        return x.relu().log()  # of 0
+
+
+def test_nan_in_the_data_is_told_from_nan_that_a_function_makes():
+    model = nn.Sequential(nn.Linear(8, 32), Log(), nn.Linear(32, 3))
+
+    assert "the data" in first(LOOPS["non_finite"](True)).cause
+    assert "log, sqrt or a division" in first(fit(model)).cause
+
+
+@pytest.mark.parametrize(
+    ("losses", "rule"),
+    [
+        ([*np.linspace(2, 1, 50), *[math.nan] * 20], "non_finite"),
+        (np.where(np.arange(100) % 10, math.nan, np.linspace(2, 1, 100)), None),
+        ([1.0, *np.linspace(50, 20, 99)], "not_learning"),  # the first step did the damage
+    ],
+)
+def test_of_losses_alone_the_first_and_the_first_nan_count_and_unknown_ones_do_not(losses, rule):
+    found = diagnose(Run(losses=np.array(losses)))
+
+    assert found.rules == ((rule,) if rule else ())
+    if rule == "non_finite":
+        assert (found[0].severity, found[0].steps) == ("error", (50,))
+
+
+def test_an_incident_of_the_flight_recorder_is_the_finding():
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model, opt, FlightRecorder("report")) as w:
+        for i in range(5):
+            x, y = blobs()
+            if i == 3:
+                x[0] = math.inf
+            loss = F.cross_entropy(model(x), y)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            w.loss(loss)
+
+    found = first(w)
+    assert found.steps == (3,)
+    assert found.layers == ("0",)
+
+
+def test_steps_that_a_scaler_skips_are_a_note():
+    model = net()
+    opt = sgd(0.05)(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=1000)
+    with watch(model, opt, GradientStats(of="params"), ParamStats()) as w:
+        for _ in range(60):
+            x, y = blobs()
+            loss = F.cross_entropy(model(x), y)
+            opt.zero_grad()
+            scaler.scale(loss * 1e3).backward()
+            scaler.step(opt)
+            scaler.update()
+            w.loss(loss)
+
+    assert not [f for f in diagnose(w).alarms if f.rule == "non_finite"]
+
+
+@pytest.mark.parametrize("rule", ["not_in_optimizer", "bad_init"])
+def test_every_fourth_step_is_enough(rule):
+    run = LOOPS[rule](True)
+    some = {
+        kind: dataclasses.replace(
+            record,
+            steps=record.steps[::4], epochs=record.epochs[::4], iters=record.iters[::4],
+            spans=record.spans[::4], hist=None, edges=None,
+            values={key: table[:, ::4] for key, table in record.values.items()},
+        )
+        for kind, record in (("activations", run.activations), ("params", run.params))
+    }  # fmt: skip
+
+    assert rule in diagnose(dataclasses.replace(run, **some)).rules
+
+
+def test_matrices_of_one_rate_are_judged_together():
+    model = net()
+    groups = [{"params": model[:4].parameters()}, {"params": model[4].parameters(), "lr": 5.0}]
+
+    found = diagnose(fit(model, lambda model: torch.optim.Adam(groups, 1e-3), n=60))
+
+    assert "lr_too_high" not in {f.rule for f in found.alarms}  # one matrix of three
+
+
+def test_weights_that_were_trained_before_may_move_little():
+    model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 3))
+
+    def found():
+        return diagnose(fit(model, sgd(1e-5), n=100))
+
+    assert "lr_too_low" in {f.rule for f in found().alarms}
+    fit(model, lr=3e-3)
+    assert not found().alarms
+
+
+def test_where_gradients_fade_nothing_is_said_of_the_rate():
+    layers = [part for _ in range(7) for part in (nn.Linear(8, 8), nn.Sigmoid())]
+    model = nn.Sequential(*layers, nn.Linear(8, 3))
+
+    found = diagnose(fit(model, sgd(0.05), n=100))
+
+    assert "vanishing" in found.rules
+    assert not found.alarms
+
+
+def test_targets_that_are_far_and_are_learnt_are_no_alarm():
+    def batch(i):
+        x = torch.randn(32, 8)
+        return x, x[:, :1] * 30 + 200
+
+    found = diagnose(fit(net(1), batch=batch, loss_func=F.mse_loss, n=150, lr=0.05))
+
+    assert "target_scale" not in found.rules

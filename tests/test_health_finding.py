@@ -84,6 +84,8 @@ def test_what_was_not_judged_is_said_of_any_run_with_the_rules_that_need_it():
     assert "add ParamStats()" in str(found)
     names = {rule.name for rule in RULES}
     assert {rule for rules in found.not_judged.values() for rule in rules} < names
+    one_rank = diagnose(Run(losses=FALLING, info={"rank": "rank 1 of 2"}))
+    assert "rank 1 of 2 alone; gather() on every rank merges all" in one_rank.headline
 
 
 def test_of_nothing_there_is_no_verdict():
@@ -135,9 +137,3 @@ def test_layers_without_a_value_are_named():
             w.loss(loss)
 
     assert "1 never gave a value (other)" in w.diagnose().headline
-
-
-def test_a_run_of_one_rank_says_so():
-    run = Run(losses=FALLING, info={"rank": "rank 1 of 2"})
-
-    assert "rank 1 of 2 alone; gather() on every rank merges all" in diagnose(run).headline

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from hookkit.callbacks import Callback
 from hookkit.recording import HookCallback
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats
-from hookkit.testing import synth_learner
 from hookkit.watching import watch
 
 
@@ -51,18 +50,6 @@ def test_what_a_subclass_s_hook_returns_is_recorded_and_the_training_stays_as_it
     np.testing.assert_array_equal(got.value("min"), want.value("min"))
     for a, b in zip(alone.parameters(), watched.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-def test_it_is_called_in_a_learner_too_and_its_error_has_a_note() -> None:
-    class Bad(ActivationStats):
-        def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
-            raise RuntimeError("called")
-
-    learn = synth_learner(cbs=Bad(modules=""))
-
-    with pytest.raises(RuntimeError, match="called") as e, learn.no_logging():
-        learn.fit(1)
-    assert any("Bad.hook" in note for note in e.value.__notes__)
 
 
 def test_it_gets_the_module_detached_inputs_by_name_and_the_detached_output() -> None:
