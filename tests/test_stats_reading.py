@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hookkit.errors import HookkitWarning, OptionError, SelectionError
 from hookkit.stats import ActivationStats, GradientStats, ParamStats
@@ -38,12 +38,9 @@ def test_statistics_read_as_fastais_and_as_fastai_v1s_tensor(recorded: Any) -> N
     assert stats.tensor().equal(acts.tensor())
     assert stats.tensor()[1][1][2].item() == pytest.approx(stats[2][1]["std"])
 
-
-def test_nothing_recorded_reads_as_nothing() -> None:
-    stats = ActivationStats()
-
-    assert len(stats.stats) == 0
-    assert stats.tensor().shape == stats.stats.tensor().shape == (2, 0, 0)
+    nothing = ActivationStats()
+    assert len(nothing.stats) == 0
+    assert nothing.tensor().shape == nothing.stats.tensor().shape == (2, 0, 0)
 
 
 def test_a_histogram_is_bins_by_records(recorded: Any) -> None:
@@ -123,23 +120,12 @@ def test_pictures_are_drawn_in_the_size_and_on_the_axes_that_are_given(recorded:
     assert plt.get_fignums() == []  # no empty figure is left
 
 
-class Experts(nn.Module):
-    """The second of its two layers never runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.idle = nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.used(x)
-        return out
-
-
 def test_units_of_a_layer_that_never_ran_are_warned_about() -> None:
-    model, stats = Experts(), ActivationStats(units=True)
+    model = nn.ModuleDict({"used": nn.Linear(8, 4), "idle": nn.Linear(8, 4)})
+    stats = ActivationStats(units=True)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     with watch(model, opt, stats):
-        model(torch.randn(4, 8)).sum().backward()
+        model["used"](torch.randn(4, 8)).sum().backward()
         opt.step()
 
     with pytest.warns(HookkitWarning, match='dead units of "idle" cannot .*it did not run'):
