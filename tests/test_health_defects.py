@@ -76,34 +76,16 @@ def test_one_batch_in_each_step_is_seen():
     assert not found.alarms
 
 
-def test_a_bert_whose_pooler_is_not_used_is_healthy():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=32, max_position_embeddings=16,
-    )  # fmt: skip
-    body, head = transformers.BertModel(config), nn.Linear(32, 2)
-    model = nn.ModuleDict({"body": body, "head": head})
+def test_an_unused_head_or_pooler_is_a_note_and_a_detached_body_alarms():
+    unused = diagnose(fit(Headed(unused=True)))
+    cut = diagnose(fit(Headed(cut=True, unused=True)))
 
-    def loss(i):
-        x = torch.randint(1, 50, (4, 12))
-        scores = head(body(x).last_hidden_state)
-        return F.cross_entropy(scores.flatten(0, 1), (x > 25).long().flatten())
-
-    found = diagnose(train(model, loss, lr=1e-3))
-
-    assert found.healthy, found
-    assert [f.layers for f in found if f.rule == "no_gradient"] == [
-        ("body.pooler.dense.weight", "body.pooler.dense.bias")
-    ]
-
-
-def test_a_detached_body_alarms():
-    found = diagnose(fit(Headed(cut=True, unused=True)))
-
-    assert found.rules[0] == "no_gradient"
-    assert found.alarms
-    assert found[0].layers[:2] == ("body.weight", "body.bias")
+    assert unused.healthy, unused
+    rows = [f.layers for f in unused if f.rule == "no_gradient"]
+    assert rows == [("unused.weight", "unused.bias")]
+    assert cut.rules[0] == "no_gradient"
+    assert cut.alarms
+    assert cut[0].layers[:2] == ("body.weight", "body.bias")
 
 
 def test_a_head_that_is_trained_alone_is_no_alarm():
