@@ -96,9 +96,27 @@ def adamw(**how: Any) -> Callable[[nn.Module], Any]:
     return lambda model: torch.optim.AdamW(model.parameters(), 3e-3, **how)
 
 
+def sums(i: int) -> tuple[Tensor, Tensor]:
+    """A batch of (32, 8) floats and the sum of each row."""
+    x = torch.randn(32, 8)
+    return x, x.sum(1)
+
+
+def begun(model: nn.Module, init: Callable[[Tensor], object], wrong: bool) -> nn.Module:
+    """`model` with other first weights if that is the mistake."""
+    for p in model.parameters() if wrong else ():
+        init(p)
+    return model
+
+
 # --- a mistake in one argument
 
 ONE_ARGUMENT: dict[str, Callable[[bool], Watcher]] = {
+    "broadcast": lambda wrong: fit(
+        net(1),
+        batch=sums,
+        loss_func=lambda x, y: ((x if wrong else x[:, 0]) - y).pow(2).mean(),
+    ),
     "softmax_dim": lambda wrong: fit(
         net(), loss_func=lambda x, y: F.nll_loss(x.log_softmax(0 if wrong else 1), y)
     ),
@@ -117,6 +135,11 @@ ONE_ARGUMENT: dict[str, Callable[[bool], Watcher]] = {
     ),
     "input_scale": lambda wrong: fit(net(), inputs=lambda x: x * (255 if wrong else 1)),
     "no_gradient": lambda wrong: fit(Headed(cut=wrong)),
+    "zero_init": lambda wrong: fit(begun(net(), nn.init.zeros_, wrong)),
+    "constant_init": lambda wrong: fit(begun(net(), lambda p: p.data.fill_(0.1), wrong)),
+    "bad_init": lambda wrong: fit(
+        begun(net(), lambda p: p.ndim > 1 and nn.init.normal_(p, 0, 3), wrong)
+    ),
     "weight_decay": lambda wrong: fit(net(), adamw(weight_decay=10.0 if wrong else 0.01)),
     "momentum": lambda wrong: fit(net(), sgd(0.01, momentum=0.999 if wrong else 0.9)),
     "lr_too_high": lambda wrong: fit(net(), lr=5.0 if wrong else 3e-3, n=60),
@@ -127,18 +150,6 @@ for name, train_it in ONE_ARGUMENT.items():
 
 
 # --- facts: the loss
-
-
-@loop
-def broadcast(wrong: bool) -> Any:
-    def batch(i: int) -> Any:
-        x = torch.randn(32, 8)
-        return x, x.sum(1)
-
-    def loss(out: Tensor, y: Tensor) -> Tensor:
-        return ((out if wrong else out[:, 0]) - y).pow(2).mean()
-
-    return fit(net(1), batch=batch, loss_func=loss)
 
 
 @loop
@@ -253,22 +264,6 @@ def zero_gradient(wrong: bool) -> Any:
     return fit(Gated())
 
 
-@loop
-def zero_init(wrong: bool) -> Any:
-    model = net()
-    for p in model.parameters() if wrong else ():
-        nn.init.zeros_(p)
-    return fit(model)
-
-
-@loop
-def constant_init(wrong: bool) -> Any:
-    model = net()
-    for p in model.parameters() if wrong else ():
-        nn.init.constant_(p, 0.1)
-    return fit(model)
-
-
 # --- facts: values
 
 
@@ -308,14 +303,6 @@ def target_scale(wrong: bool) -> Any:
         return x, x[:, :1] * 300 + 2000 if wrong else x[:, :1]
 
     return fit(net(1), batch=batch, loss_func=F.mse_loss)
-
-
-@loop
-def bad_init(wrong: bool) -> Any:
-    model = net()
-    for layer in model[::2] if wrong else ():
-        nn.init.normal_(layer.weight, 0, 3)
-    return fit(model)
 
 
 @loop

@@ -1,14 +1,12 @@
 """The recorders of statistics: right numbers, on the optimizer's step axis, in any loop."""
 
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hooked import n_hooks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -411,26 +409,6 @@ def test_options_that_cannot_work_are_refused(make: Any, message: str) -> None:
 
 
 # good guests
-
-
-def test_no_hook_stays_also_after_an_error() -> None:
-    model = net()
-
-    model[2].forward = lambda x: 1 // 0  # type: ignore[method-assign]
-
-    with pytest.raises(ZeroDivisionError):
-        train(model, batches(1), ActivationStats(), GradientStats())
-
-    assert n_hooks(model) == 0
-
-
-def test_callbacks_are_picklable_after_a_fit() -> None:
-    cbs = [ActivationStats(True, units=True), GradientStats(True), ParamStats()]
-    train(net(), batches(3), *cbs)
-
-    again = pickle.loads(pickle.dumps(cbs))
-
-    assert [cb.record() for cb in again] == [cb.record() for cb in cbs]
 
 
 def test_the_host_reads_nothing_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
