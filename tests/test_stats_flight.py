@@ -42,13 +42,18 @@ def broken(middle: nn.Module) -> nn.Sequential:
 
 
 def train(
-    model: nn.Module, action: str = "report", n: int = 10, bad_input: int = -1, **how: Any
+    model: nn.Module,
+    action: str = "report",
+    n: int = 10,
+    bad_input: int = -1,
+    each_forward: bool = False,
+    **how: Any,
 ) -> FlightRecorder:
-    """A plain loop, beside a recorder of that action."""
+    """A plain loop, beside a recorder of that action; maybe with each forward as a step."""
     torch.manual_seed(0)
     recorder = FlightRecorder(action, **how)
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
-    with watch(model, opt, recorder):
+    with watch(model, opt, recorder, each_forward=each_forward):
         for i in range(n):
             model(torch.randn(4, 8) * (math.inf if i == bad_input else 1)).pow(2).mean().backward()
             opt.step()
@@ -290,21 +295,10 @@ def test_a_closure_that_was_evaluated_before_hides_nothing() -> None:
 # --- steps that cannot be skipped
 
 
-def train_unseen(model: nn.Module, recorder: FlightRecorder) -> FlightRecorder:
-    """Each forward is a step, whatever the optimizer does."""
-    opt = torch.optim.SGD(model.parameters(), lr=0.01)
-    with watch(model, opt, recorder, each_forward=True):
-        for _ in range(5):
-            model(torch.ones(4, 8)).pow(2).mean().backward()
-            opt.step()
-            opt.zero_grad()
-    return recorder
-
-
 @pytest.mark.parametrize("action", ["report", "skip"])
 @pytest.mark.filterwarnings("ignore:.*too late to skip:hookkit.errors.HookkitWarning")
 def test_each_forward_hides_nothing(action: str) -> None:
-    recorder = train_unseen(broken(Breaks(2)), FlightRecorder(action))
+    recorder = train(broken(Breaks(2)), action, n=5, each_forward=True)
 
     assert [(i.name, i.step) for i in recorder.incidents] == [("2", 2)]
 
@@ -312,7 +306,7 @@ def test_each_forward_hides_nothing(action: str) -> None:
 def test_weights_that_this_very_step_spoiled_are_not_taken_for_the_cause() -> None:
     model = nn.Sequential(Breaks(0), nn.Linear(8, 2))
 
-    recorder = train_unseen(model, FlightRecorder("report", modules="1"))
+    recorder = train(model, n=5, each_forward=True, modules="1")
 
     assert "this step or the one before" in recorder.incidents[0].note
 

@@ -42,9 +42,9 @@ def test_the_graph_shows_which_activation_reads_a_layer(f, reader):
         assert read_by(Calls(f), x) == {"a": reader, "b": ""}
 
 
-def test_convolutions_norms_and_pools():
-    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True), nn.Conv2d(4, 2, 1),
-                        nn.MaxPool2d(2), nn.ReLU())  # fmt: skip
+def test_a_norm_and_a_pool_may_stand_before_it():
+    parts = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True)]
+    net = nn.Sequential(*parts, nn.Conv2d(4, 2, 1), nn.MaxPool2d(2), nn.ReLU())
 
     assert read_by(net, torch.randn(2, 1, 8, 8)) == {"0": "", "1": "ReLU", "3": "ReLU"}
 
