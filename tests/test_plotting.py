@@ -364,21 +364,17 @@ def test_a_layer_that_runs_every_other_step_is_seen() -> None:
     assert np.isfinite(line.get_ydata()).all()
 
 
-def test_lines_of_a_long_run_are_means_of_neighbours_and_say_so() -> None:
+def test_of_a_long_run_lines_are_means_of_neighbours_and_columns_their_sums_and_say_so() -> None:
     r = made.run(n=400).activations
     mean = np.tile([0.0, 2.0], (3, 200))
 
-    fig = plotting.plot_stats(replace(r, values={**r.values, "mean": mean}))
+    ax = plotting.plot_stats(replace(r, values={**r.values, "mean": mean})).axes[0]
+    spread_ax = plotting.color_dim(made.run(n=2000), 0)
 
-    assert fig.axes[0].get_title(loc="left") == "Mean of activations; means of 4 records"
-    np.testing.assert_allclose(curves(fig.axes[0])["act ReLU"].get_ydata()[4:-4], 1)
-
-
-def test_one_large_mean_does_not_flatten_the_others() -> None:
-    r = made.with_values(made.run(n=40).activations, "mean", (0, 5), -1e6)
-
-    assert plotting.plot_stats(r).axes[0].get_yscale() == "symlog"
-    assert plotting.plot_stats(made.run(n=40)).axes[0].get_yscale() == "linear"
+    assert ax.get_title(loc="left") == "Mean of activations; means of 4 records"
+    np.testing.assert_allclose(curves(ax)["act ReLU"].get_ydata()[4:-4], 1)
+    assert spread_ax.get_title(loc="left").endswith("; 3 records a column")
+    assert spread_ax.collections[0].get_array().shape[1] == 667
 
 
 def units(dead: Any, window: int = 10, **fields: Any) -> Record:
@@ -464,14 +460,18 @@ def test_losses_that_are_not_known_are_not_called_nan(known: slice, bars: list[i
     assert [bar.get_paths()[0].get_extents().x0 for bar in ax.collections] == bars
 
 
-def test_a_loss_that_falls_far_has_a_log_scale_and_one_huge_loss_flattens_none() -> None:
-    falling = plotting.plot_loss(Run(losses=10.0 ** -np.arange(0, 4, 0.1))).axes[0]
-    losses = np.linspace(1, -1, 50)
-    losses[0] = 1e6
+def test_a_loss_that_falls_far_has_a_log_scale_and_one_huge_value_flattens_no_others() -> None:
+    def scale(fig: Any) -> str:
+        return fig.axes[0].get_yscale()  # type: ignore[no-any-return]
 
-    assert falling.get_yscale() == "log"
-    assert plotting.plot_loss(Run(losses=losses)).axes[0].get_yscale() == "symlog"
-    assert plotting.plot_loss(Run(losses=losses[1:])).axes[0].get_yscale() == "linear"
+    losses = np.append(1e6, np.linspace(1, -1, 50))
+    large_mean = made.with_values(made.run(n=40).activations, "mean", (0, 5), -1e6)
+
+    assert scale(plotting.plot_loss(Run(losses=10.0 ** -np.arange(0, 4, 0.1)))) == "log"
+    assert scale(plotting.plot_loss(Run(losses=losses))) == "symlog"
+    assert scale(plotting.plot_loss(Run(losses=losses[1:]))) == "linear"
+    assert scale(plotting.plot_stats(large_mean)) == "symlog"
+    assert scale(plotting.plot_stats(made.run(n=40))) == "linear"
 
 
 def test_the_start_can_be_left_out_and_where_no_loss_is_known_the_picture_says_so() -> None:
@@ -564,12 +564,3 @@ def test_colours_of_a_spread_are_shares_grey_and_vermilion() -> None:
     assert np.ma.getmaskarray(table)[:-1, 1].all()
     assert table[-1, 1] > 0
     assert ax.get_title(loc="left").endswith("; NaN or Inf in vermilion")
-
-
-def test_a_long_run_counts_neighbouring_records_together_and_says_so() -> None:
-    run = made.run(n=2000)
-
-    ax = plotting.color_dim(run, 0)
-
-    assert ax.collections[0].get_array().shape[1] == 667
-    assert ax.get_title(loc="left").endswith("; 3 records a column")

@@ -136,29 +136,6 @@ def test_structures_never_called_and_reused_modules_are_recorded() -> None:
     assert (grads.record().value("rms", "fc") > 0).all()
 
 
-@pytest.mark.parametrize(
-    "output",
-    [
-        7,
-        {},
-        torch.empty(0, 3),
-        torch.tensor(2.0),
-        [torch.ones(2), (None, {"a": torch.zeros(1)})],
-        torch.full((2, 2), math.nan),
-        torch.complex(torch.ones(3), torch.ones(3)),
-    ],
-    ids=str,
-)
-def test_any_output_is_recorded_or_passed_over(output: Any) -> None:
-    stats = ActivationStats(with_hist=True, units=True, hook=lambda m, i, o: output)
-
-    train(net(), batches(2), stats)
-
-    assert len(stats.stats) == 2
-    assert stats.tensor().shape == (2, 2, 2)
-    stats.hist(0)
-
-
 # gradients
 
 
