@@ -132,7 +132,6 @@ def trained(lines: Lines) -> list[Any]:
     return cbs
 
 
-@pytest.mark.slow
 def test_a_training_goes_on_after_an_interrupt_in_a_recorder() -> None:
     want = [recorder.record() for recorder in trained(Lines())]
 
