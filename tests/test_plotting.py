@@ -77,10 +77,10 @@ def never_ran(run: Run) -> Run:
 RUNS: dict[str, Callable[[], Run]] = {
     "no steps": lambda: made.run(n=0),
     "292 layers": lambda: made.run(made.transformer_names(), 4, epoch=2),
-    "2,000 steps": lambda: made.run(n=2000),
+    "700 steps": lambda: made.run(n=700),
     "never ran": lambda: never_ran(made.run(n=20)),
     "exploding": lambda: made.exploding(made.run(n=40, epoch=10)),
-    "broken at the end": lambda: blown_up(made.run(made.resnet_names(), 6), np.nan, slice(3, None)),
+    "broken at the end": lambda: blown_up(made.run(n=6), np.nan, slice(3, None)),
     "broken throughout": lambda: blown_up(made.run(n=4), np.inf),
 }
 
