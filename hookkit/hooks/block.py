@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from hookkit.checks import check_choice, check_flag, check_function
+from hookkit.checks import OfLast, check_choice, check_flag, check_function
 from hookkit.errors import NeverFiredWarning, OptionError, warn
 from hookkit.hooks.attach import Switch
 from hookkit.hooks.eager import EAGER, enter_eager
@@ -90,7 +90,10 @@ class Block(Switch):
                 check_flag(who, name, flag, _BY_NAME)
         check_choice(who, "keep", keep, ("last", "all", "none"))
         self.who, self.kind = who, kind
-        self.func = func if func is None else check_function(who, func, *KINDS[kind])
+        self.wants_hook = getattr(func, "wants_hook", False)  # a ready-made edit
+        if func is not None and not self.wants_hook and not isinstance(func, OfLast):
+            func = check_function(who, func, *KINDS[kind])
+        self.func, self.of_last = func, isinstance(func, OfLast)
         self.detach, self.cpu, self.gather = bool(detach), bool(cpu), bool(gather)
         self.edit, self.keep, self.clone = bool(edit), keep, bool(clone)
         self.stop, self.prepend = bool(stop), bool(prepend)
@@ -169,7 +172,7 @@ class Registered:
             if h.handle is not None:
                 h.handle.remove()
             h.handle, h.registered = None, False
-            fired = fired and h.last is not None
+            fired = fired and (h.last is not None or h.fired)
         for m in [h.module for h in self._each()] if self.switch.kind == "backward" else ():
             if m is not None and not m._backward_hooks:
                 # Private: PyTorch sets `_is_full_backward_hook` with the first full backward hook

@@ -63,14 +63,14 @@ class Calls(Reading):
         makes of them; gives the replacement, if the hook edits.
         """
         block, pre = self.switch, self.switch.kind == "pre"
-        if not self._counts():
+        if not block.edit and not self._counts():
             return None
         value = Inputs(args, kwargs) if pre else output
         part = self._part(value)
         if block.func is None:
             self._keep(part, owned(module, args, kwargs))
             return None
-        seen = (part,) if pre else (Inputs(args, kwargs), part)
+        seen = (part,) if pre or block.of_last else (Inputs(args, kwargs), part)
         if block.detach and not block.edit:
             seen = tuple([tmap(Tensor.detach, x) for x in seen])
         new = self._call(module, *seen)
@@ -79,9 +79,9 @@ class Calls(Reading):
         if not block.edit or new is None:
             return None
         if self.leaf or not pre:
-            check_same(block.who, self.label, part, new)
+            check_same(self, part, new)
             new = put(value, self.leaf, new)
-        return new_inputs(block.who, self.label, value, new) if pre else new
+        return new_inputs(self, value, new) if pre else new
 
     def _backward(self, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
         """In the backward pass, by PyTorch's full backward hook."""
@@ -112,9 +112,9 @@ class Calls(Reading):
         return tuple(new), new.kwargs
 
     def _counts(self) -> bool:
-        """Whether this call counts. Of what a checkpoint runs again, only edits are repeated."""
-        if is_compiling() or graph_task() == -1 or self.switch.edit:
-            return not is_exporting() or self.switch.edit
+        """Whether this call counts: none that a checkpoint runs again does, none of an export."""
+        if is_compiling() or graph_task() == -1:
+            return not is_exporting()
         self.why = self.why or (
             "seen only while a checkpoint recomputed it; run the forward in the block too"
         )
@@ -122,13 +122,14 @@ class Calls(Reading):
 
     def _part(self, x: Any) -> Any:
         """The part of `x` that is meant."""
-        return part_at(x, self.leaf, self.switch.who, self.label) if self.leaf else x
+        return part_at(x, self.leaf, self.switch.who, lambda: self.label) if self.leaf else x
 
     def _call(self, module: nn.Module, *seen: Any) -> Any:
         """The user's function; a ready-made edit also gets the hook."""
-        func: Any = self.switch.func
+        block = self.switch
+        func: Any = block.func
         try:
-            if getattr(func, "wants_hook", False):
+            if block.wants_hook:
                 return func(module, *seen, hook=self)
             return func(module, *seen)
         except Exception as e:
@@ -212,7 +213,7 @@ class Calls(Reading):
             if not torch.compiler.is_compiling():
                 h.n_calls += 1
             if new is not None:
-                check_grad(h.switch.who, h.label, grad, new)
+                check_grad(h, grad, new)
             return new
 
         return receive

@@ -26,23 +26,25 @@ def part_at(x: Any, path: str, who: str, label: Any) -> Any:
         ) from None
 
 
-def check_same(who: str, label: str, old: Any, new: Any) -> None:
+def check_same(hook: Any, old: Any, new: Any) -> None:
     """Raises unless `new`, the replacement of `old`, has its tensors at the same places."""
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return
     paths = [path for path, _ in named_leaves(old)]
-    same = type(old) is type(new) or (isinstance(old, Tensor) and isinstance(new, Tensor))
+    same = type(old) is type(new)
     if paths and not (same and paths == [path for path, _ in named_leaves(new)]):
         raise HookError(
-            f"{who} on {label}: the replacement is {described(new)}, the layer gave "
-            f"{described(old)}. Return the same structure, or None to leave it."
+            f"{hook.switch.who} on {hook.label}: the replacement is {described(new)}, the layer "
+            f"gave {described(old)}. Return the same structure, or None to leave it."
         )
 
 
-def check_grad(who: str, label: str, grad: Tensor, new: Any) -> None:
+def check_grad(hook: Any, grad: Tensor, new: Any) -> None:
     """Raises unless `new`, the replacement of a gradient, has its shape."""
     if not isinstance(new, Tensor) or new.shape != grad.shape:
         raise HookError(
-            f"{who} on {label}: the replacement is {described(new)}, the gradient is "
-            f"{describe(grad)}. Return a tensor of that shape, or None."
+            f"{hook.switch.who} on {hook.label}: the replacement is {described(new)}, the gradient "
+            f"is {describe(grad)}. Return a tensor of that shape, or None."
         )
 
 
@@ -52,14 +54,15 @@ def described(x: Any) -> str:
     return text if isinstance(x, Tensor) or text.startswith(name) else f"{name} {text}"
 
 
-def new_inputs(who: str, label: str, inputs: Inputs, new: Any) -> tuple[tuple[Any, ...], Any]:
+def new_inputs(hook: Any, inputs: Inputs, new: Any) -> tuple[tuple[Any, ...], Any]:
     """The positional and keyword inputs that `new` stands for; raises unless there are as many."""
     if isinstance(new, Inputs):
         return tuple(new), new.kwargs
     values = new if isinstance(new, tuple) else (new,)
     if len(values) != len(inputs):
         raise HookError(
-            f"{who} on {label}: {len(values)} positional inputs were returned, the layer was "
-            f"called with {describe(inputs)}. Return as many, or Inputs(args, kwargs) for all."
+            f"{hook.switch.who} on {hook.label}: {len(values)} positional inputs were returned, "
+            f"the layer was called with {describe(inputs)}. Return as many, or Inputs(args, "
+            "kwargs) for all."
         )
     return values, inputs.kwargs
