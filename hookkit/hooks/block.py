@@ -61,6 +61,8 @@ class Block(Switch):
 
     Attributes:
         fast: the last output and nothing more is stored.
+        of_last: the function takes the output (or inputs) alone.
+        wants_hook: the function is a ready-made edit, which asks for the hook.
         depth: how many blocks of these same hooks are open, one inside the other.
         waiting: in a block with `stop=True`, the ids of the hooks that have not fired.
         pending: devices from which copies are on their way.
@@ -90,7 +92,7 @@ class Block(Switch):
                 check_flag(who, name, flag, _BY_NAME)
         check_choice(who, "keep", keep, ("last", "all", "none"))
         self.who, self.kind = who, kind
-        self.wants_hook = getattr(func, "wants_hook", False)  # a ready-made edit
+        self.wants_hook = getattr(func, "wants_hook", False)
         if func is not None and not self.wants_hook and not isinstance(func, OfLast):
             func = check_function(who, func, *KINDS[kind])
         self.func, self.of_last = func, isinstance(func, OfLast)
