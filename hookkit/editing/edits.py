@@ -303,9 +303,10 @@ def check_edit(who: str, f: Any, *arguments: str) -> Function:
             f"{who}: {f.__name__} makes an edit, and is none itself. Call it: "
             f"{'zero()' if f is zero else f.__name__ + '(…)'}."
         )
-    if takes_name(f):
+    is_ready = getattr(f, "wants_hook", False)
+    if not is_ready and takes_name(f):
         return WithName(who, f, *arguments)
-    checked: Function = check_function(who, f, *arguments, name="f")
+    checked: Function = f if is_ready else check_function(who, f, *arguments, name="f")
     return checked
 
 
