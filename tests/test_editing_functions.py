@@ -139,7 +139,7 @@ def test_a_call_without_a_counterpart_is_an_error(net: nn.Sequential, x: Tensor)
             net(x), net(x)
 
     with pytest.raises(
-        HookError, match=r"patch_from on '0/softmax'.*has no value of that layer, o"
+        HookError, match=r"patch_from\(…\) on '0/softmax'.*has no value of that layer, o"
     ):
         run()
 

@@ -44,23 +44,23 @@ class Change:
         Raises:
             HookError: the change does not fit the value, or finds no tensor in it; names the layer.
         """
-        value, label = seen[-1], brief(module) if hook is None else hook.label
-        if not leaves(value) and not _is_empty(value):
-            raise HookError(
-                f"{self.text} on {label}: hookkit finds no tensor in {describe(value)}. Give a "
-                "function of it that returns the changed one (lambda value: …), or edit a layer "
-                "before it."
-            )
+        value = seen[-1]
         try:
+            if not leaves(value) and not _is_empty(value):
+                raise HookError(
+                    f"hookkit finds no tensor in {describe(value)}. Give a function of it that "
+                    "returns the changed one (lambda value: …), or edit a layer before it."
+                )
             others = iter(self.given(value, module, hook))
             return tmap(lambda x: self._one(x, next(others)), value)
         except (RuntimeError, IndexError, TypeError) as e:
-            if isinstance(e, HookError) and " on " in str(e).split(":")[0]:
-                raise
-            raise HookError(
-                f"{self.text} on {label}: {e}. What is there is {describe(value)}. Give a number, "
-                'or a tensor that fits it, or select one tensor of it (as "lstm[0]").'
-            ) from e
+            label, cure = brief(module) if hook is None else hook.label, ""
+            if not isinstance(e, HookError):
+                cure = (
+                    f". What is there is {describe(value)}. Give a number, or a tensor that fits "
+                    'it, or select one tensor of it (as "lstm[0]").'
+                )
+            raise HookError(f"{self.text} on {label}: {e}{cure}") from e
 
     def _one(self, x: Tensor, other: Any) -> Tensor:
         """One tensor, changed."""
@@ -70,7 +70,10 @@ class Change:
             other = other.to(device=x.device, dtype=x.dtype if fits else other.dtype)
         new = self.new(part, other)
         if _rank(new) > _rank(x):
-            raise HookError(f"{describe(new)} of fractions does not go into a tensor of {x.dtype}")
+            raise HookError(
+                f"{describe(new)} of fractions does not go into a tensor of {x.dtype}. Give whole "
+                "numbers."
+            )
         if self.at is None and isinstance(new, Tensor) and new.shape == x.shape:
             return new.to(x.dtype)
         made = x.clone()
@@ -252,7 +255,10 @@ def _pairs(value: Any, t: Any) -> list[tuple[Tensor, Any]]:
     if isinstance(t, int | float | complex):
         return [(x, t) for _, x in old]
     if [path for path, _ in old] != [path for path, _ in new]:
-        raise HookError(f"{describe(t)} is of another structure")
+        raise HookError(
+            f"{describe(t)} is of another structure than {describe(value)}, which is there. Give "
+            'the same containers, or select one tensor (as "lstm[0]").'
+        )
     return [(x, v) for (_, x), (_, v) in zip(old, new, strict=True)]
 
 
@@ -272,7 +278,7 @@ def _one_sample(x: Tensor, v: Any, at: Any) -> Any:
     if v.dim() != x.dim() or v.shape[1:] != x.shape[1:] or v.shape[0] != 1:
         raise HookError(
             f"the other run had {describe(v)}, and one position is not patched into several. "
-            'Capture the same positions, in generate with keep="all", or use replace(…)'
+            'Capture the same positions, in generate with keep="all", or use replace(…).'
         )
     return v.expand(x.shape)
 
@@ -280,13 +286,15 @@ def _one_sample(x: Tensor, v: Any, at: Any) -> Any:
 def _moved(part: Tensor, v: Tensor) -> Tensor:
     """`v`, a part of the other run, as it takes the place of `part`: for all samples, or of one."""
     if v.shape != part.shape and (v.shape[:1] != (1,) or v.shape[1:] != part.shape[1:]):
-        raise HookError(f"from_at gives {describe(v)}, and at is the place of {describe(part)}")
+        raise HookError(
+            f"from_at gives {describe(v)}, and at is the place of {describe(part)}. Give parts of "
+            "the same shape."
+        )
     return v.expand(part.shape)
 
 
 def _stored(run: Hook | Hooks | Mapping[str, Any], module: nn.Module, hook: Any) -> Any:
     """What the other run had at this layer."""
-    label = brief(module) if hook is None else hook.label
     place = hook is None or hook.name is None or hook.switch.positions
     n = 0 if hook is None or (recomputing() and hook.n_calls == 1) else hook.n_calls
     names = () if place else (hook.name, f"{hook.name}:{n}")
@@ -294,16 +302,16 @@ def _stored(run: Hook | Hooks | Mapping[str, Any], module: nn.Module, hook: Any)
         for name in names:
             if name in run:
                 return run[name]
-        raise HookError(_absent(label, list(run), place))
+        raise _absent(list(run), place)
     hooks, leaf = [run] if isinstance(run, Hook) else list(run), getattr(hook, "leaf", "")
     same = [h for h in hooks if h.module is module or _same_call(h, module, n)]
     named = [h for h in hooks if h.name in names and not h.switch.positions]
     for h in [h for h in same if h.leaf == leaf] + [h for h in named if not same or h in same]:
-        return _value(h, label, n)
+        return _value(h, n)
     for h in same:
         if not h.leaf:
-            return pick(_value(h, label, n), leaf)
-    raise HookError(_absent(label, [h.label for h in hooks], place))
+            return pick(_value(h, n), leaf)
+    raise _absent([h.label for h in hooks], place)
 
 
 def _same_call(h: Hook, module: nn.Module, n: int) -> bool:
@@ -315,29 +323,28 @@ def _same_call(h: Hook, module: nn.Module, n: int) -> bool:
     return other.owner is module.owner and other.name.rpartition("/")[2] == ends
 
 
-def _value(h: Hook, label: str, n: int) -> Any:
+def _value(h: Hook, n: int) -> Any:
     """What `h` stored: of each call, the `n`-th; else the last."""
     value = h.stored
     if h.switch.keep == "all":
         calls = h.calls
         if n >= len(calls) or (recomputing() and len(calls) > 1):
             raise HookError(
-                f"patch_from on {label}: call {n + 1} has no counterpart among the {len(calls)} "
-                'calls of the other run. Capture with keep="last" to patch each call alike.'
+                f"call {n + 1} has no counterpart among the {len(calls)} calls of the other run. "
+                'Capture with keep="last" to patch each call alike.'
             )
         value = calls[n]
     if value is None:
         raise HookError(
-            f"patch_from on {label}: the other run stored nothing there. Run the model inside its "
-            "`with` block first."
+            "the other run stored nothing there. Run the model inside its `with` block first."
         )
     return value
 
 
-def _absent(label: str, names: list[str], place: bool) -> str:
+def _absent(names: list[str], place: bool) -> HookError:
     shown = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
     why = " A position in a list is no name." if place else ""
-    return (
-        f"patch_from on {label}: the other run has no value of that layer, only of "
-        f"{shown or 'none'} ({len(names)}).{why} Capture it there, with the same select(model, …)."
+    return HookError(
+        f"the other run has no value of that layer, only of {shown or 'none'} ({len(names)}).{why} "
+        "Capture it there, with the same select(model, …)."
     )
