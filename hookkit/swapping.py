@@ -3,8 +3,6 @@
 A hook sees what goes into a module and what comes out; a wrapper decides what happens in between:
 call it, call it twice, call something else. `Wrapper` is the base class for that, `Catcher` records
 calls, `GramWrapper` sums XᵀX.
-
-Each registration of a module is a place of it, so a shared module is replaced everywhere.
 """
 
 from __future__ import annotations
@@ -17,18 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookkit.checks import check_flag, check_module
+from hookkit.checks import check_flag, check_module, kind_of
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError, warn
-from hookkit.hooks.attach import attach, is_compiling, is_tracing, recomputing
-from hookkit.hooks.calls import owned
+from hookkit.hooks.attach import attach, recomputing
 from hookkit.hooks.eager import layer_by_layer
-from hookkit.hooks.snapshot import copied_containers, snapshot
-from hookkit.modules import inner_key, submodules, unwrap
+from hookkit.modules import submodules, unwrap
 from hookkit.nested import Inputs, describe, tmap
 from hookkit.selecting import select
 
 Replacement = nn.Module | Callable[[nn.Module], nn.Module]
-_Place = tuple[nn.Module, str, nn.Module, nn.Module]  # parent, key, original, replacement
 
 
 @contextmanager
@@ -39,10 +34,9 @@ def swap(
 
     All are replaced or none, and the originals are restored when the block ends, also by an error.
     A shared module is replaced in each of its places, by one replacement. Modules that a model
-    holds outside its registered children (in a plain list) are not replaced; a warning says so if
-    a `Wrapper` was not called though the model ran; another says if code in the block put a module
-    of its own in such a place, which stays. Compiled models run eagerly in the block, and
-    PyTorch's transformer layers call their parts.
+    holds outside its registered children (in a plain list) are not replaced. A warning says which
+    `Wrapper`s were not called, and where code in the block put a module of its own, which stays.
+    Compiled models run eagerly in the block, and PyTorch's transformer layers call their parts.
 
     Args:
         model: the model; its root cannot be replaced.
@@ -55,9 +49,9 @@ def swap(
 
     Raises:
         SelectionError: a selector matches nothing.
-        OptionError: two selectors match the same module.
+        OptionError: two selectors with other replacements match the same module.
         ArgumentError: a replacement is no module and makes none.
-        HookError: a place cannot be swapped: the model itself, or inside a scripted module.
+        HookError: the model itself would be replaced.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.Dropout(), nn.Linear(3, 2))
     >>> with swap(net, {nn.Dropout: nn.Identity(), "2": Catcher}) as new:
@@ -65,42 +59,47 @@ def swap(
     >>> net[1], new["2"].n_calls
     (Dropout(p=0.5, inplace=False), 1)
     """
-    # Places are written through `Module._modules`, private by its name, since torch 0.1: the
-    # public `setattr` and `register_module` run code of the user's class and cannot be undone.
-    places, new = _planned(model, replacements)
-    called, wrappers = set[nn.Module](), [m for m in new.values() if isinstance(m, Wrapper)]
-    watched = [m for m in {unwrap(model), *wrappers} if not isinstance(m, torch.jit.ScriptModule)]
+    chosen, wanted = _wanted(model, replacements)
+    places = [
+        (parent, key, child)
+        for parent in model.modules()
+        if unwrap(parent) is parent  # what a wrapper wraps is replaced with it
+        for key, child in submodules(parent).items()
+        if unwrap(child) in wanted
+    ]
+    made: dict[nn.Module, nn.Module] = {}
+    for _, _, child in places:
+        if (original := unwrap(child)) not in made:
+            made[original] = _made(child, wanted[original])
+    new = {name: made[original] for name, original in chosen.items()}
+    called, wrappers = set[nn.Module](), [m for m in made.values() if isinstance(m, Wrapper)]
     with ExitStack() as stack:
-        stack.callback(_restore, places)
-        for m in watched:
-            stack.callback(attach(m, lambda m, *_: called.add(m), pre=True).remove)
         stack.enter_context(layer_by_layer())
-        for parent, key, _, made in places:
-            parent._modules[key] = made
+        for m in wrappers:
+            stack.callback(attach(m, lambda m, *_: called.add(m), pre=True).remove)
+        for parent, key, child in places:
+            stack.callback(_restore, parent, key, child, made[unwrap(child)])
+            # Private by its name: `Module._modules`, since torch 0.1. The public `setattr` runs
+            # code of the user's class and cannot be undone.
+            parent._modules[key] = made[unwrap(child)]
         yield new
-    idle = [n for n, m in new.items() if m in wrappers and m not in called]
-    if called and idle:
-        few = ", ".join(f'"{name}"' for name in idle[:5])
+    idle = [f'"{name}"' for name, m in new.items() if m in wrappers and m not in called]
+    if idle:
         warn(
-            f"swap: never called: {few} ({len(idle)} of {len(new)}). "
+            f"swap: never called: {', '.join(idle[:5])} ({len(idle)} of {len(new)}). "
             "The model did not run these layers, or it reads their weights without calling them, "
             "or it holds them in a list: hook_outputs follows a module wherever it is called.",
             NeverFiredWarning,
         )
 
 
-def _planned(
+def _wanted(
     model: nn.Module, replacements: Mapping[Any, Replacement]
-) -> tuple[list[_Place], dict[str, nn.Module]]:
-    """Every place to change, and the replacements by name; nothing is changed yet."""
-    cure = 'Write swap(model, {"layer1": Catcher}).'
-    root = unwrap(check_module("swap", model, cure))
-    if not isinstance(replacements, Mapping):
-        raise ArgumentError(
-            f"swap needs a dict {{what: replacement}}, found {type(replacements).__name__}. {cure}"
-        )
-    names: dict[str, nn.Module] = {}  # a module that has two names can be matched by both
-    wanted: dict[int, tuple[str, Replacement]] = {}
+) -> tuple[dict[str, nn.Module], dict[nn.Module, Replacement]]:
+    """What is selected, by name, and the replacement for each."""
+    root = unwrap(check_module("swap", model, 'Write swap(model, {"layer1": Catcher}).'))
+    names: dict[str, nn.Module] = {}
+    wanted: dict[nn.Module, Replacement] = {}
     for what, replacement in replacements.items():
         for name, module in select(model, what).items():
             if module is root:
@@ -108,86 +107,51 @@ def _planned(
                     "swap: the model itself has no place in which it could be replaced. Call the "
                     "replacement instead of it, or swap modules inside."
                 )
-            first, known = wanted.setdefault(id(module), (name, replacement))
-            if name in names or known is not replacement:
-                same = "" if first == name else f', which is the module "{first}"'
+            if wanted.setdefault(module, replacement) is not replacement:
                 raise OptionError(
-                    f'swap: two entries match "{name}", {what!r} and one before it{same}. Let one '
-                    "of them match it."
+                    f'swap: two entries have a replacement for "{name}", {what!r} and one before '
+                    "it. Let one of them match it."
                 )
             names[name] = module
-    new: dict[int, nn.Module] = {}
-    places = []
-    # wrappers and what is inside them too
-    edges = [(p, key, child) for p in model.modules() for key, child in submodules(p).items()]
-    for parent, key, child in edges:
-        if inner_key(parent) != key and (i := id(unwrap(child))) in wanted:
-            name, replacement = wanted[i]
-            if isinstance(parent, torch.jit.ScriptModule):
-                raise HookError(
-                    f'swap: "{name}" is inside a scripted module, which cannot be changed. Swap in '
-                    "the model that it was scripted from."
-                )
-            if i not in new:
-                new[i] = _made(name, child, replacement)
-            places.append((parent, key, child, new[i]))
-    return places, {name: new[id(m)] for name, m in names.items() if id(m) in new}
+    return names, wanted
 
 
-def _made(name: str, original: nn.Module, replacement: Any) -> nn.Module:
+def _made(original: nn.Module, replacement: Any) -> nn.Module:
     """The module to put in the place of `original`: as given, or made from it, in its mode."""
     if isinstance(replacement, nn.Module):
         return replacement
     kind, label = type(original).__name__, getattr(replacement, "__name__", repr(replacement))
-    if not callable(replacement):
+    if getattr(replacement, "__module__", "").startswith("torch.nn.modules."):
+        # nn.ReLU(original) would be a ReLU that works in place
         raise ArgumentError(
-            f'swap: the replacement of "{name}" is of type {type(replacement).__name__}. Give a '
-            "module, or a function or class that makes one from the original, such as Catcher."
-        )
-    of_torch = getattr(replacement, "__module__", "").startswith("torch.nn.modules.")
-    if of_torch and replacement not in (nn.Sequential, nn.Identity):
-        raise ArgumentError(
-            f'swap: for "{name}" the class {label} would be called with the present layer, '
+            f"swap: the class {label} would be called with the layer that is there, "
             f"{label}({kind}), and it takes no layer. Give a module, {label}(…), or a function "
             f"that makes one: lambda old: {label}(…)."
         )
-    try:
-        made = replacement(original)
-    except Exception as e:
-        e.add_note(f'hookkit: raised in swap by the replacement of "{name}" ({kind})')
-        raise
+    made = replacement(original) if callable(replacement) else replacement
     if not isinstance(made, nn.Module):
         raise ArgumentError(
-            f'swap: for "{name}" {label} made {type(made).__name__}, not a module. Return an '
-            "nn.Module from it."
+            f"swap: the replacement of a {kind} is {label}, which gives {kind_of(made)}. Give a "
+            "module, or a function or class that makes one from the original, such as Catcher."
         )
-    old = {id(m) for m in original.modules()}
+    old = set(original.modules())
     for m in made.modules():
-        if id(m) not in old:
+        if m not in old:
             m.training = original.training
     return made
 
 
-def _restore(places: list[_Place]) -> None:
-    """Puts every original back that its replacement still replaces; warns of the other places."""
-    lost = []
-    for parent, key, original, made in reversed(places):
-        if parent._modules.get(key) is made:
-            parent._modules[key] = original
-        elif parent._modules.get(key) is not original:
-            now = type(parent._modules.get(key)).__name__
-            lost.append(f'"{key}" of the {type(parent).__name__} (now {now})')
-    if lost:
+def _restore(parent: nn.Module, key: str, original: nn.Module, made: nn.Module) -> None:
+    """Puts an original back, unless its replacement is no longer there."""
+    now = parent._modules[key]
+    if now is made:
+        parent._modules[key] = original
+    elif now is not original:
         warn(
-            "swap: inside the block other code put another module in the place of "
-            f"{', '.join(lost)}, which was not changed. End blocks in the reverse order of their "
-            "beginning.",
+            f'swap: inside the block other code put a {type(now).__name__} in the place of "{key}" '
+            f"of the {type(parent).__name__}, which was not changed. End blocks in the reverse "
+            "order of their beginning.",
         )
-
-
-def _again() -> bool:
-    """Whether this call repeats one: by a checkpoint, or in torch.jit.trace."""
-    return recomputing() or (not is_compiling() and is_tracing())
 
 
 class Wrapper(nn.Module):
@@ -246,12 +210,11 @@ class Catcher(Wrapper):
 
     Args:
         wrapped: the module to call.
-        detach: stores detached snapshots, which no later in-place operation changes (on the CPU
-            copied only if one tries); False stores the live tensors with their graph.
+        detach: stores detached copies; False stores the live tensors with their graph.
 
     Attributes:
         calls: a `Call` for each call, the inputs as they were before it. Calls that activation
-            checkpointing repeats, and those of torch.jit.trace, are not recorded.
+            checkpointing repeats are not recorded.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
     >>> with swap(net, {"1": Catcher}) as caught:
@@ -272,18 +235,14 @@ class Catcher(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What `wrapped` returns, recorded with what it was given."""
-        if _again():
-            return self.wrapped(*args, **kwargs)
-        given = owned(self.wrapped, args, kwargs)
-        inputs = self._stored(Inputs(args, kwargs), given)
+        inputs = self._stored(Inputs(args, kwargs))
         output = self.wrapped(*args, **kwargs)
-        self.calls.append(Call(inputs, self._stored(output, given)))
+        if not recomputing():
+            self.calls.append(Call(inputs, self._stored(output)))
         return output
 
-    def _stored(self, x: Any, given: Any) -> Any:
-        if not self.detach:
-            return copied_containers(x)
-        return tmap(lambda t: snapshot(t, given), x)
+    def _stored(self, x: Any) -> Any:
+        return tmap(lambda t: t.detach().clone(), x) if self.detach else x
 
 
 class GramWrapper(Wrapper):
@@ -314,16 +273,16 @@ class GramWrapper(Wrapper):
         super().__init__(wrapped)
         if hasattr(unwrap(wrapped), "kernel_size"):  # a convolution: silently wrong else
             raise OptionError(
-                f"GramWrapper sums over the last dimension of its inputs, and a "
+                "GramWrapper sums over the last dimension of its inputs, and a "
                 f"{type(unwrap(wrapped)).__name__} has its channels in another. Derive from it, "
-                f"and call add(patches) with inputs unfolded to rows."
+                "and call add(patches) with inputs unfolded to rows."
             )
         self.dtype, self.n_rows = dtype, 0
         self.gram: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What `wrapped` returns; its first input is summed before."""
-        if not _again():
+        if not recomputing():
             self.add(args[0] if args else next(iter(kwargs.values())))
         return self.wrapped(*args, **kwargs)
 
@@ -331,10 +290,7 @@ class GramWrapper(Wrapper):
     def add(self, x: Tensor) -> None:
         """Adds the rows of `x`, (..., n_features)."""
         rows = x.detach().reshape(-1, x.shape[-1]).to(self.dtype)
-        if self.gram is None:
-            with torch.inference_mode(False):  # else it could not be added to outside
-                n = rows.shape[1]
-                self.gram = torch.zeros(n, n, dtype=self.dtype, device=rows.device)
         with torch.autocast(rows.device.type, enabled=False):
-            self.gram += rows.T @ rows
+            gram = rows.T @ rows
+        self.gram = gram if self.gram is None else self.gram + gram
         self.n_rows += rows.shape[0]

@@ -62,6 +62,7 @@ def test_selectors_match_several_modules_each_with_a_wrapper_of_its_own() -> Non
     net = mlp()
 
     with swap(net, {nn.Linear: Doubled, "[1-2]": nn.Identity()}) as new:
+        net(torch.ones(1, 4))
         assert list(new) == ["0", "3", "1", "2"]
         assert new["0"] is not new["3"]
         assert new["1"] is new["2"] is net[1]
@@ -137,7 +138,7 @@ def test_both_names_of_a_shared_module_give_its_replacement(wanted: Any) -> None
 
 
 def test_two_replacements_of_a_shared_module_are_refused() -> None:
-    found = r'two entries match "b", \'b\' and one before it, which is the module "a". Let one'
+    found = r'two entries have a replacement for "b", \'b\' and one before it. Let one'
     with pytest.raises(OptionError, match=found), swap(tied(), {"a": Catcher, "b": Doubled}):
         pass
 
@@ -153,6 +154,7 @@ def test_made_modules_get_the_mode_of_the_original_and_given_ones_keep_theirs() 
         assert not net[3].training
         assert not net[3].down.training
         assert net[1].training
+        net(torch.ones(2, 4))
 
     assert net[0].training
     assert not net[3].training
@@ -258,26 +260,19 @@ def test_gram_of_a_convolution_is_refused() -> None:
 # --- what cannot be swapped
 
 
-def test_a_replacement_that_is_no_module() -> None:
-    with pytest.raises(ArgumentError, match='of "0" is of type int'), swap(mlp(), {"0": 3}):  # type: ignore[dict-item]
-        pass
-    with (
-        pytest.raises(ArgumentError, match=r'for "0" <lambda> made NoneType, not a module'),
-        swap(mlp(), {"0": lambda m: None}),  # type: ignore[arg-type, return-value]
-    ):
-        pass
-
-
-@pytest.mark.parametrize("layer", [nn.ReLU, nn.GELU, nn.Tanh, nn.Linear])
-def test_a_class_of_torchs_layers_is_refused_with_what_to_write(layer: Any) -> None:
-    # nn.ReLU(original) would be a ReLU that works in place, nn.GELU(original) fail in the forward
+@pytest.mark.parametrize(
+    ("replacement", "message"),
+    [
+        (3, "the replacement of a Linear is 3, which gives an int"),
+        (lambda m: None, "the replacement of a Linear is <lambda>, which gives None. Give a mod"),
+        (nn.ReLU, r"the class ReLU would be called with .*Give a module, ReLU\(…\), or a function"),
+    ],
+)
+def test_a_replacement_that_is_no_module(replacement: Any, message: str) -> None:
     net = mlp()
     first = net[0]
 
-    with (
-        pytest.raises(ArgumentError, match=rf"Give a module, {layer.__name__}\(…\), or a function"),
-        swap(net, {"0": layer}),
-    ):
+    with pytest.raises(ArgumentError, match=message), swap(net, {"0": replacement}):
         pass
 
     assert net[0] is first
@@ -291,26 +286,16 @@ def test_the_root_cannot_be_swapped() -> None:
         pass
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_inside_a_scripted_module() -> None:
-    net = nn.Sequential(torch.jit.script(nn.Sequential(nn.ReLU())))
-
-    with (
-        pytest.raises(HookError, match=r'"0.0" is inside a scripted module'),
-        swap(net, {"0.0": nn.Tanh()}),
-    ):
-        pass
-
-
 def test_a_module_that_other_code_put_there_is_kept_and_reported() -> None:
     net = mlp()
     relu, other = net[1], nn.Tanh()
 
-    with (
-        pytest.warns(HookkitWarning, match=r'in the place of "0" of the Sequential \(now Tanh\)'),
-        swap(net, {"0": Doubled, "1": Doubled}),
-    ):
-        net[0] = other
+    swapped = swap(net, {"0": nn.Identity(), "1": Doubled})
+    swapped.__enter__()
+    net(torch.ones(2, 4)[:, :3])
+    net[0] = other
+    with pytest.warns(HookkitWarning, match='put a Tanh in the place of "0" of the Sequential'):
+        swapped.__exit__(None, None, None)
 
     assert net[0] is other
     assert net[1] is relu
@@ -377,19 +362,3 @@ def same(a: Tensor, b: Tensor) -> bool:
     if a.is_meta or a.layout is not torch.strided or a.is_nested:
         return a.size(0) == b.size(0)
     return torch.equal(a.nan_to_num(), b.nan_to_num())
-
-
-def test_parts_of_a_transformer_layer_are_called_where_its_fused_path_would_read_them() -> None:
-    class Zero(Wrapper):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return 0 * self.wrapped(*args, **kwargs)
-
-    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    x = torch.randn(2, 3, 8)
-    with swap(encoder, {"linear2": Zero}):
-        wanted = encoder(x).detach()
-
-    with torch.no_grad(), swap(encoder, {"linear2": Zero}):
-        torch.testing.assert_close(encoder(x), wanted)
-    with torch.no_grad():
-        assert not torch.allclose(encoder(x), wanted)
