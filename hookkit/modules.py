@@ -1,4 +1,4 @@
-"""The modules of a model and their names: each name once, whatever wraps the model.
+"""The modules of a model and their names, whatever wraps the model.
 
 PyTorch's `named_modules` hides the second name of a shared module and lets wrappers into the names
 (`_orig_mod.`, `module.`). Here a walk gives each place of a module, without what wrappers add.
@@ -19,9 +19,9 @@ from hookkit.checks import check_module
 # hold the module that they wrap. Without one of them, it would be part of all names inside.
 _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
-# Classes of libraries that are not imported here.
-_WRAPPER_NAMES = ("DeepSpeedEngine",)
-_OBSERVERS = ("ObserverBase", "FakeQuantizeBase", "FakeQuantizerBase")  # torch.ao's and torchao's
+# Classes of libraries that are not imported here, and the observers of torch.ao and torchao.
+_OTHER_WRAPPERS = ("DeepSpeedEngine",)
+_OBSERVERS = ("ObserverBase", "FakeQuantizeBase", "FakeQuantizerBase")
 
 
 def join(name: str, key: str) -> str:
@@ -40,19 +40,13 @@ def submodules(module: nn.Module) -> dict[str, nn.Module]:
     return {key: child for key, child in module._modules.items() if child is not None}
 
 
-def inner_key(module: nn.Module) -> str | None:
-    """The name under which a wrapper holds the module it wraps; None if it is no wrapper."""
-    wraps = isinstance(module, _WRAPPERS) or type(module).__name__ in _WRAPPER_NAMES
-    keys = (*_INNER, "module") if wraps else _INNER
-    return next((key for key in keys if key in module._modules), None)
-
-
 def wrappers(model: nn.Module) -> list[nn.Module]:
     """`model` and what it wraps (compile, DDP, DataParallel, FSDP), outermost first."""
-    found = [model]
-    while (key := inner_key(found[-1])) is not None:
-        found.append(submodules(found[-1])[key])
-    return found
+    wraps = isinstance(model, _WRAPPERS) or type(model).__name__ in _OTHER_WRAPPERS
+    for key in (*_INNER, "module") if wraps else _INNER:
+        if key in model._modules:
+            return [model, *wrappers(submodules(model)[key])]
+    return [model]
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -276,7 +276,7 @@ def test_a_layer_that_is_not_reached() -> None:
 
 
 def test_unknown_layers_and_options(lenet: LeNet) -> None:
-    with pytest.raises(SelectionError, match=r'Nearest: "conv2", "conv1"\.'):
+    with pytest.raises(SelectionError, match=r'Nearest: "conv1", "conv2"\.'):
         feature_extractor(lenet, "conv0")
 
 

@@ -43,7 +43,7 @@ def test_pytorchs_own_encoder_children_of_a_role_and_parts_of_outputs() -> None:
 
 def test_a_family_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"mixing": nn.Linear(2, 2)})])})
-    with pytest.raises(SelectionError, match="Add the family's there"):
+    with pytest.raises(SelectionError, match="Add the model's names"):
         select(net, "@attn")
 
     monkeypatch.setitem(ROLES, "attn", (*ROLES["attn"], "@resid.#.mixing"))
