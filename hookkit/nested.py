@@ -57,49 +57,44 @@ class Inputs(tuple[Any, ...]):
         return f"Inputs({', '.join(parts)})"
 
 
+def is_container(x: Any) -> bool:
+    """Whether `parts_of` takes `x` apart; it may be empty."""
+    if dataclasses.is_dataclass(x):
+        return not isinstance(x, (type, nn.Module))
+    return isinstance(x, (tuple, list, deque, Mapping))
+
+
 def parts_of(x: Any) -> list[tuple[str, Any]]:
     """The children of container `x` as (path step, child); empty for what is not a container."""
     kind = type(x)
     if kind in PLAIN:
         return []
-    if kind is tuple or kind is list:
+    if kind is tuple or kind is list:  # most of them
         return [(f"[{i}]", v) for i, v in enumerate(x)]
+    if not is_container(x):
+        return []
     if isinstance(x, PackedSequence):
         return [(".data", x.data)]
-    if isinstance(x, Inputs):
-        return [(f"[{i}]", v) for i, v in enumerate(x)] + parts_of(x.kwargs)
     if isinstance(x, (tuple, list, deque)):
-        names = getattr(x, "_fields", ())
-        return [(f".{names[i]}" if names else f"[{i}]", v) for i, v in enumerate(x)]
+        keywords = x.kwargs if isinstance(x, Inputs) else {}
+        return [(f"[{i}]", v) for i, v in enumerate(x)] + parts_of(keywords)
     if isinstance(x, Mapping):
-        as_field = dataclasses.is_dataclass(x)
-        return [(f".{k}" if as_field else f"[{k!r}]", v) for k, v in x.items()]
-    if dataclasses.is_dataclass(x) and not isinstance(x, (type, nn.Module)):
-        names = [f.name for f in dataclasses.fields(x) if hasattr(x, f.name)]
-        return [(f".{name}", getattr(x, name)) for name in names]
-    return []
-
-
-def is_container(x: Any) -> bool:
-    """Whether `parts_of` can take `x` apart, though it may be empty."""
-    kinds = (tuple, list, deque, PackedSequence, Mapping)
-    is_made_of_fields = dataclasses.is_dataclass(x) and not isinstance(x, (type, nn.Module))
-    return isinstance(x, kinds) or is_made_of_fields
+        return [(f"[{k!r}]", v) for k, v in x.items()]
+    names = [f.name for f in dataclasses.fields(x) if hasattr(x, f.name)]
+    return [(f".{name}", getattr(x, name)) for name in names]
 
 
 def rebuilt(x: Any, new: list[Any]) -> Any:
     """A container of the type of `x` whose children are `new`, in the order of `parts_of(x)`."""
-    if type(x) in (tuple, list):
-        return type(x)(new)
-    if isinstance(x, PackedSequence):
-        return _packed(x, new[0])
+    if isinstance(x, PackedSequence):  # its index tensors follow the data to their device
+        packed: Any = x
+        packed = packed.to(new[0].device) if isinstance(new[0], Tensor) else packed
+        return packed._replace(data=new[0])
     if isinstance(x, Inputs):
         return Inputs(new[: len(x)], dict(zip(x.kwargs, new[len(x) :], strict=True)))
     if isinstance(x, tuple):
         return type(x)._make(new) if hasattr(x, "_make") else type(x)(new)
-    if isinstance(x, Mapping) and not hasattr(x, "__setitem__"):
-        return type(x)(dict(zip(x, new, strict=True)))  # type: ignore[call-arg]
-    made: Any = copy.copy(x)
+    made = copy.copy(x)
     if isinstance(x, (list, deque)):
         made.clear()
         made.extend(new)
@@ -112,13 +107,6 @@ def rebuilt(x: Any, new: list[Any]) -> Any:
         for (step, _), value in zip(parts_of(x), new, strict=True):
             object.__setattr__(made, step[1:], value)  # frozen ones too; no __post_init__
     return made
-
-
-def _packed(x: PackedSequence, data: Any) -> PackedSequence:
-    """`x` with other data; the index tensors follow it to its device."""
-    device = data.device if isinstance(data, Tensor) else None
-    orders = [None if i is None else i.to(device) for i in (x.sorted_indices, x.unsorted_indices)]
-    return x._replace(data=data, sorted_indices=orders[0], unsorted_indices=orders[1])
 
 
 def named_leaves(x: Any, path: str = "") -> list[tuple[str, Tensor]]:
@@ -193,6 +181,15 @@ def describe(x: Any) -> str:
     return f"({body})" if kind is Inputs else f"{kind.__name__}({body})"
 
 
+def is_path(path: str) -> bool:
+    """Whether `pick` can read `path`.
+
+    >>> is_path("[0].h['x']"), is_path("[0"), is_path("")
+    (True, False, True)
+    """
+    return _STEP.sub("", path) == ""
+
+
 def pick(x: Any, path: str) -> Any:
     """What `x<path>` reads, for a path as `named_leaves` writes it: `[0]`, `.h`, `['logits']`.
 
@@ -222,17 +219,8 @@ def put(x: Any, path: str, value: Any) -> Any:
         return value
     pick(x, path)
     step: Any = _STEP.match(path)
-    keys, new = [key.strip(".[]'\"") for key, _ in parts_of(x)], [v for _, v in parts_of(x)]
-    name = step[0].strip(".[]'\"")  # `[0]` and `.h` can be two spellings of one place
-    at = keys.index(name) if name in keys else int(name)
+    name = step[0].strip(".[]'\"")
+    keys, new = [key.strip(".[]'") for key, _ in parts_of(x)], [v for _, v in parts_of(x)]
+    at = keys.index(name) if name in keys else int(name) % len(x)
     new[at] = put(new[at], path[step.end() :], value)
     return rebuilt(x, new)
-
-
-def is_path(path: str) -> bool:
-    """Whether `pick` can read `path`.
-
-    >>> is_path("[0].h['x']"), is_path("[0"), is_path("")
-    (True, False, True)
-    """
-    return _STEP.sub("", path) == ""
