@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from hookkit.callbacks import Callback, GradientAccumulation, ProgressCallback
 from hookkit.data import DataLoaders
-from hookkit.errors import ArgumentError, HookError, ModelRunError, OptionError
+from hookkit.errors import ArgumentError, ModelRunError, OptionError
 from hookkit.events import CancelFitException, CancelStepException
 from hookkit.learner import Learner
 from hookkit.recording import HookCallback
@@ -59,15 +59,6 @@ def test_the_optimizer_is_made_once_unless_a_new_one_is_wanted() -> None:
     assert learn.opts == [learn.opt]
 
 
-def test_a_fit_may_begin_with_a_later_epoch() -> None:
-    epochs: list[int] = []
-    learn = quiet(cbs=Callback(before_epoch=lambda cb: epochs.append(cb.epoch)))
-
-    learn.fit(4, start_epoch=2)
-
-    assert epochs == [2, 3]
-
-
 def test_the_log_is_printed_under_a_header_with_five_digits(capsys: Any) -> None:
     learn = synth_learner(n_trn=1)
 
@@ -98,25 +89,6 @@ def test_steps_are_counted_over_fits_and_stepped_is_of_this_batch() -> None:
     assert seen == [*fit[0], *fit[1], (False, 6), (False, 6)]
 
 
-def test_a_step_that_the_optimizer_does_not_make_is_not_counted() -> None:
-    class Skips(Callback):
-        """As a GradScaler that met an Inf."""
-
-        def before_step(self) -> None:
-            step = self.learn.opt.step
-            self.learn.opt.step = (lambda: None) if self.iter == 1 else step
-
-        def after_step(self) -> None:
-            vars(self.learn.opt).pop("step", None)
-
-    learn = quiet(n_trn=3, cbs=Skips)
-
-    learn.fit(1)
-
-    assert learn.n_steps == 2
-    assert len(learn.run_record().losses) == 2
-
-
 def test_the_step_hook_is_gone_after_a_fit_also_after_an_error() -> None:
     learn = quiet()
     learn.fit(1)
@@ -128,7 +100,8 @@ def test_the_step_hook_is_gone_after_a_fit_also_after_an_error() -> None:
     assert before == dict(learn.opt._optimizer_step_post_hooks) == {}
 
 
-def test_an_optimizer_without_torchs_hooks_is_counted_too() -> None:
+@pytest.mark.parametrize("put_in", [False, True])
+def test_an_optimizer_without_torchs_hooks_is_counted_too_also_if_put_in(put_in: bool) -> None:
     class Own:
         def __init__(self, groups: Any, lr: float) -> None:
             self.param_groups = groups
@@ -143,18 +116,10 @@ def test_an_optimizer_without_torchs_hooks_is_counted_too() -> None:
                 for p in g["params"]:
                     p.grad = None
 
-    learn = quiet(opt_func=Own)
-
-    learn.fit(1)
-
-    assert learn.n_steps == 3
-
-
-def test_an_optimizer_put_in_during_before_fit_is_counted() -> None:
     def other(cb: Any) -> None:
         cb.learn.opt = torch.optim.SGD(cb.learn.model.parameters(), lr=0.1)
 
-    learn = quiet(cbs=Callback(before_fit=other))
+    learn = quiet(opt_func=Own, cbs=Callback(before_fit=other) if put_in else None)
 
     learn.fit(1)
 
@@ -206,41 +171,23 @@ KEYWORDS = [{"x": torch.randn(4, 2), "labels": torch.tensor([0, 1, 2, 0])}] * 3
 
 
 def test_a_mapping_goes_in_by_keyword_and_the_models_own_loss_is_used() -> None:
+    def loss(pred: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(pred["logits"], batch["labels"])
+
     learn = plain((KEYWORDS, KEYWORDS), KeywordModel())
+    with_loss = plain((KEYWORDS, KEYWORDS), copy.deepcopy(learn.model), loss_func=loss)
     before = learn.model.fc.weight.clone()
 
     learn.fit(1)
+    with_loss.fit(1)
     preds, targets = learn.get_preds()
 
     assert not before.equal(learn.model.fc.weight)
+    assert with_loss.model.fc.weight.equal(learn.model.fc.weight)
     assert preds["logits"].shape == (12, 3)
     assert preds["loss"].shape == (3,)
     assert targets["labels"].shape == (12,)
     assert learn.recorder.values[0][1] == pytest.approx(preds["loss"][0].item(), rel=1e-5)
-
-
-def test_a_loss_function_gets_the_mapping_as_its_target() -> None:
-    def loss(pred: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
-        return nn.functional.cross_entropy(pred["logits"], batch["labels"])
-
-    learn = plain((KEYWORDS, KEYWORDS), KeywordModel(), loss_func=loss)
-
-    learn.fit(1)
-
-    assert learn.n_steps == 3
-
-
-def test_any_iterable_is_a_loader() -> None:
-    class Batches:
-        def __iter__(self) -> Iterator[Any]:
-            yield from [(torch.ones(2, 1), torch.ones(2, 1))] * 3
-
-    learn = quiet(data=(Batches(), None))
-
-    learn.fit(2)
-
-    assert learn.n_steps == 6
-    assert learn.n_iter is None
 
 
 class Stream(IterableDataset[Any]):
@@ -258,7 +205,7 @@ def test_a_loader_whose_length_raises_is_one_without_a_length() -> None:
     learn.fit(2)
     preds, _ = learn.get_preds()
 
-    assert learn.n_steps == 6
+    assert (learn.n_steps, learn.n_iter) == (6, None)
     assert preds.shape == (12, 1)
     assert "? + ? batches" in repr(learn)
     with pytest.raises(OptionError, match=r"length of the training loader, which has none"):
@@ -286,16 +233,11 @@ def test_the_loss_function_is_taken_from_the_dataset() -> None:
     assert plain(dls, RegModel()).loss_func is nn.functional.l1_loss
 
 
-def test_training_without_a_loss_is_reported() -> None:
+def test_training_without_a_loss_or_without_targets_is_reported() -> None:
     with pytest.raises(ModelRunError, match=r"Training needs a loss; .*Give Learner\(…, loss"):
         plain(synth_dbunch(), RegModel()).fit(1)
-
-
-def test_training_on_batches_without_targets_is_reported() -> None:
-    learn = quiet(data=([torch.ones(4, 1)] * 2, None))
-
     with pytest.raises(ModelRunError, match=r"the batch has no target: \(4×1,\) is all input"):
-        learn.fit(1)
+        quiet(data=([torch.ones(4, 1)] * 2, None)).fit(1)
 
 
 def test_a_callback_may_give_the_loss() -> None:
@@ -351,30 +293,21 @@ def test_a_pass_without_learning_changes_neither_state_nor_modes(verb: str, mode
     assert all(a.equal(b) for a, b in zip(after[0], before[0], strict=True))
 
 
-def test_predictions_come_in_order_on_the_cpu_without_a_graph() -> None:
+def test_predictions_come_in_order_without_a_graph_and_with_what_is_asked_for() -> None:
     learn = quiet(n_val=3)
-
-    preds, y = learn.get_preds()
-
-    x, truth = learn.dls.valid_ds.tensors
-    assert preds.equal(learn.model(x).detach())
-    assert y.equal(truth)
-    assert not preds.requires_grad
-
-
-def test_inputs_losses_activation_and_lists() -> None:
-    learn = quiet(n_val=2)
+    inputs, truth = learn.dls.valid_ds.tensors
 
     x, preds, y, losses = learn.get_preds(with_input=True, with_loss=True)
-    (doubled, _), (lists, _) = (
-        learn.get_preds(act=lambda p: 2 * p),
-        learn.get_preds(concat_dim=None),
-    )
+    doubled, _ = learn.get_preds(act=lambda p: 2 * p)
+    lists, _ = learn.get_preds(concat_dim=None)
 
-    assert x.equal(learn.dls.valid_ds.tensors[0])
+    assert x.equal(inputs)
+    assert preds.equal(learn.model(inputs).detach())
+    assert not preds.requires_grad
+    assert y.equal(truth)
     torch.testing.assert_close(losses, (preds - y).pow(2)[:, 0])
     assert doubled.equal(2 * preds)
-    assert [p.shape for p in lists] == [(16, 1)] * 2
+    assert [p.shape for p in lists] == [(16, 1)] * 3
     assert learn.loss_func.reduction == "mean"
 
 
@@ -459,12 +392,6 @@ def test_validating_during_a_batch_leaves_its_record_alone(event: str, ask: str)
     assert asked[0]["count"].shape == (1, 6)
 
 
-# --- what was recorded
-
-
-# --- saving
-
-
 # --- looking
 
 
@@ -493,22 +420,19 @@ def test_a_run_record_holds_losses_by_step_and_rows_by_epoch() -> None:
 # --- arguments
 
 
-@pytest.mark.parametrize(("model", "said"), [(nn.Linear, "the class Linear"), (3, "an int")])
-def test_a_model_must_be_a_module(model: Any, said: str) -> None:
-    with pytest.raises(ArgumentError, match=f"expected an nn.Module, found {said}"):
-        Learner(synth_dbunch(), model)
-
-
-@pytest.mark.parametrize("second", [nn.MSELoss(), synth_dbunch()])
-def test_a_model_in_the_place_of_the_data_is_told_that_they_come_first(second: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"The data come first: Learner\(dls, model, loss_func"):
-        Learner(RegModel(), second)
-
-
-@pytest.mark.parametrize("dls", [3, "data", [1, 2, 3]])
-def test_data_must_be_loaders(dls: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"Give DataLoaders\(train, valid\), the pair"):
-        Learner(dls, RegModel())
+@pytest.mark.parametrize(
+    ("dls", "model", "said"),
+    [
+        (synth_dbunch(), nn.Linear, "expected an nn.Module, found the class Linear"),
+        (synth_dbunch(), 3, "expected an nn.Module, found an int"),
+        (RegModel(), synth_dbunch(), r"The data come first: Learner\(dls, model, loss_func"),
+        ("data", RegModel(), r"Give DataLoaders\(train, valid\), the pair"),
+        ([1, 2, 3], RegModel(), r"Give DataLoaders\(train, valid\), the pair"),
+    ],
+)
+def test_what_is_no_model_or_no_data_is_refused(dls: Any, model: Any, said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        Learner(dls, model)
 
 
 def test_an_optimizer_in_place_of_its_class_is_reported() -> None:
@@ -519,24 +443,14 @@ def test_an_optimizer_in_place_of_its_class_is_reported() -> None:
 
 
 @pytest.mark.parametrize("verb", ["fit", "fit_one_cycle"])
-def test_a_learner_without_data_can_be_made_and_says_so_when_it_needs_some(verb: str) -> None:
+def test_a_learner_without_data_predicts_what_it_is_given_and_says_what_it_needs(verb: str) -> None:
     learn = Learner(None, RegModel())
 
+    assert learn.get_preds(dl=[(torch.ones(3, 1),)])[0].shape == (3, 1)
     with pytest.raises(ModelRunError, match=r"this Learner has no data. Make it with DataLoaders"):
         getattr(learn, verb)(1)
     with pytest.raises(ModelRunError, match=r"validate: this Learner has no data"):
         learn.validate()
-
-
-def test_a_learner_without_data_predicts_what_it_is_given() -> None:
-    learn = Learner(None, RegModel())
-
-    assert learn.get_preds(dl=[(torch.ones(3, 1),)])[0].shape == (3, 1)
-
-
-def test_a_start_after_the_end_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"all epochs. Give a whole number from 3"):
-        quiet().fit(2, start_epoch=3)
 
 
 def test_gradients_from_before_a_fit_are_no_part_of_its_first_step() -> None:
@@ -593,11 +507,13 @@ def test_a_cancel_that_comes_too_late_says_where_it_works(event: str, error: Any
     ("inside", "said"),
     [(lambda learn: learn.fit(1), "fit was called"), (lambda learn: learn.__enter__(), "`with le")],
 )
-def test_a_fit_inside_a_fit_is_refused(inside: Any, said: str) -> None:
+def test_a_fit_inside_a_fit_or_without_an_epoch_is_refused(inside: Any, said: str) -> None:
     learn = quiet(cbs=Callback(after_epoch=lambda cb: inside(cb.learn)))
 
     with pytest.raises(OptionError, match=rf"{said}.* inside a fit of the same Learner"):
         learn.fit(1)
+    with pytest.raises(OptionError, match=r"all epochs. Give a whole number from 3"):
+        learn.fit(2, start_epoch=3)
 
 
 def test_a_batch_the_model_cannot_take_keeps_pytorchs_error_and_says_what_it_was() -> None:
@@ -622,22 +538,11 @@ def test_after_an_error_anywhere_the_next_fit_works(fails: str) -> None:
 
     with pytest.raises(ZeroDivisionError):
         learn.fit(1)
+    assert (learn.fitting, learn.training, learn.pred) == (False, False, None)
     del vars(target)[method]
     learn.fit(1)
 
     assert learn.n_steps == 3
-
-
-def test_ctrl_c_ends_the_fit_and_cleans_up() -> None:
-    def ctrl_c(cb: Any) -> None:
-        raise KeyboardInterrupt
-
-    learn = quiet()
-
-    with pytest.raises(KeyboardInterrupt):
-        learn.fit(1, cbs=Callback(after_pred=ctrl_c))
-
-    assert (learn.fitting, learn.training, learn.pred, len(learn.cbs)) == (False, False, None, 2)
 
 
 # --- devices
@@ -720,10 +625,3 @@ def test_a_callback_of_fastais_is_answered_with_what_works() -> None:
     for where in (lambda: quiet(cbs=fastais()), lambda: quiet().fit(1, cbs=[fastais])):
         with pytest.raises(ArgumentError, match=r"SaveModel .*fastai(?s:.*)with hookkit\.watch"):
             where()
-
-
-def test_fastais_learner_is_answered_with_what_works() -> None:
-    learner = type("Learner", (), {"__module__": "fastai.learner"})
-
-    with pytest.raises(HookError, match=r"ActivationStats .*fastai(?s:.*)with hookkit\.watch"):
-        ActivationStats().learn = learner()
