@@ -1,7 +1,6 @@
 """Learner: every way to use one, on every kind of batch; nothing left behind; clear errors."""
 
 import copy
-import pickle
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -577,21 +576,7 @@ def test_on_cuda_no_batch_waits_for_the_device(cuda: torch.device) -> None:
     assert len(learn.recorder.losses) == 6
 
 
-# --- copies
-
-
-def test_a_learner_can_be_copied_and_pickled_and_goes_on() -> None:
-    learn = synth_learner(n_trn=3)
-    with learn.no_logging():
-        learn.fit(1)
-
-    for other in (copy.deepcopy(learn), pickle.loads(pickle.dumps(learn))):
-        with other.no_logging():
-            other.fit(1)
-        assert len(other.recorder.losses) == 6
-        assert other.recorder.learn is other
-
-    assert len(learn.recorder.losses) == 3
+# --- predictions of the training data
 
 
 def test_the_training_data_are_predicted_in_order_and_whole() -> None:

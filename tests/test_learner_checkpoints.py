@@ -103,27 +103,17 @@ def test_a_resumed_fit_ends_as_one_that_was_never_interrupted(
     assert [row["epoch"] for row in again.recorder.rows()] == [2, 3]
 
 
-@pytest.mark.slow
-def test_workers_make_no_difference_to_a_resumed_fit(tmp_path: Path) -> None:
-    whole = learner(tmp_path, workers=2)
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_fit_that_has_ended_goes_on_too_whatever_the_workers(
+    workers: int, tmp_path: Path
+) -> None:
+    whole = learner(tmp_path, workers=workers)
     whole.fit(3)
-    first = learner(tmp_path, workers=2)
-    first.fit(2, cbs=saver())
-
-    again = learner(tmp_path, workers=2)
-    again.fit(3, resume=first.save_model.last_saved_path)
-
-    torch.testing.assert_close(state(again), state(whole), rtol=0, atol=0)
-
-
-def test_a_fit_that_has_ended_goes_on_too(tmp_path: Path) -> None:
-    whole = learner(tmp_path)
-    whole.fit(3)
-    first = learner(tmp_path)
+    first = learner(tmp_path, workers=workers)
     first.fit(2)
     file = first.save("run")
 
-    again = learner(tmp_path)
+    again = learner(tmp_path, workers=workers)
     again.fit(3, resume=file)
 
     assert file == tmp_path / "models" / "run.pth"
@@ -195,14 +185,20 @@ def test_saving_before_the_schedule_has_its_epoch_is_refused_with_the_cure(tmp_p
         learner(tmp_path).fit(1, cbs=[Early(), half])
 
 
-def test_weights_and_optimizer_are_loaded(tmp_path: Path) -> None:
-    learn, other = quiet(path=tmp_path), quiet(path=tmp_path)
+def test_weights_and_optimizer_are_loaded_or_a_state_dict_alone(tmp_path: Path) -> None:
+    learn, other = learner(tmp_path), learner(tmp_path)
     learn.fit(1)
     learn.save("best")
 
     assert other.load("best") is other
-
     torch.testing.assert_close(state(other), state(learn), rtol=0, atol=0)
+
+    net = learner(tmp_path).model
+    torch.save(net.state_dict(), tmp_path / "net.pth")
+    learn.load(tmp_path / "net")
+    torch.testing.assert_close(learn.model.state_dict(), net.state_dict(), rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        quiet(path=tmp_path).load("best")
 
 
 def test_a_file_has_the_plain_models_names(tmp_path: Path) -> None:
@@ -228,23 +224,6 @@ def test_a_path_with_its_folder_is_found_as_it_is_written(
     learn.load(Path("models/run.pth"))
     with pytest.raises(OptionError, match=r"load: models/rum\.pth does not exist\..* has run\."):
         learn.load("rum")
-
-
-def test_a_state_dict_is_loaded_too(tmp_path: Path) -> None:
-    learn, net = learner(tmp_path), learner(tmp_path).model
-    torch.save(net.state_dict(), tmp_path / "net.pth")
-
-    learn.load(tmp_path / "net")
-
-    torch.testing.assert_close(learn.model.state_dict(), net.state_dict(), rtol=0, atol=0)
-
-
-def test_another_models_file_keeps_torchs_error(tmp_path: Path) -> None:
-    quiet(path=tmp_path).save("run")
-    learn = learner(tmp_path)
-
-    with pytest.raises(RuntimeError, match="Missing key"):
-        learn.load("run")
 
 
 def test_a_learner_without_data_saves_and_loads(tmp_path: Path) -> None:

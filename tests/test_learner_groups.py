@@ -57,32 +57,25 @@ def test_a_splitter_without_parameters_is_reported() -> None:
         (slice(1e-2), [1e-3, 1e-3, 1e-2]),
     ],
 )
-def test_rates_spread_over_groups(lr: Any, rates: list[float]) -> None:
+def test_rates_spread_over_groups_and_as_many_as_groups(lr: Any, rates: list[float]) -> None:
     assert spread(lr, 3) == pytest.approx(rates)
-
-
-def test_another_number_of_rates_than_of_groups_is_reported() -> None:
     with pytest.raises(OptionError, match=r"lr=.*: the optimizer has 3 parameter groups"):
         spread([1, 2], 3)
 
 
-def test_fit_sets_the_rate_of_each_group_and_goes_back_to_the_learners() -> None:
-    learn = two_groups(lr=0.25)
+def test_rates_and_weight_decay_are_the_learners_or_those_of_one_fit() -> None:
+    learn = two_groups(lr=0.25, wd=0.1)
 
-    learn.fit(1, lr=slice(1e-4, 1e-2))
-    assert [g["lr"] for g in learn.opt.param_groups] == pytest.approx([1e-4, 1e-2])
+    def groups(key: str) -> list[float]:
+        return [group[key] for group in learn.opt.param_groups]
+
+    learn.fit(1, lr=slice(1e-4, 1e-2), wd=0.2)
+    assert groups("lr") == pytest.approx([1e-4, 1e-2])
+    assert groups("weight_decay") == [0.2, 0.2]
     learn.fit(1)
 
-    assert [g["lr"] for g in learn.opt.param_groups] == [0.25, 0.25]
-
-
-def test_weight_decay_is_the_learners_or_the_fits() -> None:
-    learn = two_groups(wd=0.1)
-    learn.fit(1)
-    assert [g["weight_decay"] for g in learn.opt.param_groups] == [0.1, 0.1]
-
-    learn.fit(1, wd=0.2)
-    assert learn.opt.param_groups[0]["weight_decay"] == 0.2
+    assert groups("lr") == [0.25, 0.25]
+    assert groups("weight_decay") == [0.1, 0.1]
 
 
 def test_a_rate_held_in_a_tensor_is_filled_in_place() -> None:
@@ -112,6 +105,8 @@ def test_freezing_goes_by_group() -> None:
     assert (trainable(learn), learn.frozen_idx) == ([True] * 4, 0)
     learn.freeze_to(2)
     assert (trainable(learn), learn.frozen_idx) == ([False] * 4, 2)
+    with pytest.raises(OptionError, match=r"n=5.*from -2 to 2"):
+        learn.freeze_to(5)
 
 
 def test_frozen_weights_do_not_move() -> None:
@@ -138,11 +133,6 @@ def test_batch_norms_in_frozen_groups_learn_by_default(
     learn.freeze()
 
     assert trainable(learn)[:3] == expected
-
-
-def test_a_group_that_is_not_there_is_reported() -> None:
-    with pytest.raises(OptionError, match=r"n=5.*from -2 to 2"):
-        two_groups().freeze_to(5)
 
 
 def test_freezing_inside_of_distrib_ctx_is_refused() -> None:
