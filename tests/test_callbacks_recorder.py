@@ -47,18 +47,7 @@ def slow_smoothing(losses: list[float], beta: float = 0.98) -> list[float]:
     return out
 
 
-def test_losses_are_the_debiased_average_of_each_batchs_loss() -> None:
-    keep = Keep()
-    learn = quiet(n_trn=7, cbs=keep)
-
-    learn.fit(2)
-
-    np.testing.assert_allclose(learn.recorder.losses, slow_smoothing(keep.train), rtol=1e-12)
-    np.testing.assert_allclose(learn.recorder.raw_losses(), keep.train, rtol=0)
-    assert learn.smooth_loss == pytest.approx(learn.recorder.losses[-1], rel=1e-12)
-
-
-def test_a_second_fit_adds_and_smooths_anew() -> None:
+def test_losses_are_the_debiased_average_and_a_second_fit_adds_and_smooths_anew() -> None:
     keep = Keep()
     learn = quiet(cbs=keep)
 
@@ -68,6 +57,8 @@ def test_a_second_fit_adds_and_smooths_anew() -> None:
     rec = learn.recorder
     expected = slow_smoothing(keep.train[:3]) + slow_smoothing(keep.train[3:])
     np.testing.assert_allclose(rec.losses, expected, rtol=1e-12)
+    np.testing.assert_allclose(rec.raw_losses(), keep.train, rtol=0)
+    assert learn.smooth_loss == pytest.approx(rec.losses[-1], rel=1e-12)
     assert rec.lrs == [1e-3] * 3 + [0.5] * 6
     assert rec.iters == [3, 6, 9]
     assert [row["epoch"] for row in rec.rows()] == [0, 0, 1]
@@ -87,6 +78,10 @@ def test_values_hold_train_loss_valid_loss_and_metrics_of_each_epoch() -> None:
     assert learn.final_record == rec.values[-1]
     assert rec.log[:1] == [1]
     assert rec.log[-1] == "00:00"
+
+    before = (rec.losses, rec.values[:], rec.iters[:], rec.log[:], rec.lrs[:], rec.rows())
+    learn.validate()
+    assert (rec.losses, rec.values, rec.iters, rec.log, rec.lrs, rec.rows()) == before
 
 
 def test_metrics_are_means_over_samples_not_over_batches() -> None:
@@ -115,65 +110,17 @@ class Counting:
         return torch.tensor(self.n)
 
 
-@pytest.mark.parametrize("metric", [Counting, Counting()])
-def test_an_object_or_class_with_update_and_compute_is_a_metric(metric: Any) -> None:
-    learn = quiet(metrics=metric)
-
-    assert learn.validate()[1] == 32
-    assert learn.validate()[1] == 32  # reset in between
-
-
-def test_an_object_is_a_column_by_its_class_or_its_name() -> None:
+def test_an_object_or_class_with_update_and_compute_is_a_metric_by_its_class_or_name() -> None:
     class Named(Counting):
         name = "how_many"
 
     learn = quiet(metrics=[Counting(), Named, mae])
 
-    learn.fit(2)
+    learn.fit(2)  # reset in between
 
-    names = ["counting", "how_many", "mae"]
-    assert learn.recorder.metric_names[3:-1] == names
+    assert learn.recorder.metric_names[3:-1] == ["counting", "how_many", "mae"]
     assert [row["how_many"] for row in learn.recorder.rows()] == [32, 32]
-
-
-class Collection(nn.Module):
-    """Several metrics in torchmetrics' form, computed together."""
-
-    def __init__(self, *names: str) -> None:
-        super().__init__()
-        self.names = names
-
-    def keys(self) -> tuple[str, ...]:
-        return self.names
-
-    def reset(self) -> None:
-        self.seen: list[Tensor] = []
-
-    def update(self, pred: Tensor, y: Tensor) -> None:
-        self.seen.append((pred - y).flatten())
-
-    def compute(self) -> dict[str, Tensor]:
-        errors = torch.cat(self.seen)
-        found = {"mae": errors.abs().mean(), "worst": errors.abs().max()}
-        return {name: found[name] for name in reversed(self.keys())}
-
-    def forward(self, pred: Tensor, y: Tensor) -> None:
-        raise AssertionError("a metric with update is not called")
-
-
-@pytest.mark.parametrize("train", [False, True])
-def test_a_collection_has_a_column_for_each_of_its_metrics(train: bool) -> None:
-    both = Collection("worst", "mae")
-    cbs = [TrainEvalCallback, Recorder(train_metrics=train)]
-    learn = quiet(metrics=[both, mae], cbs=cbs, default_cbs=False)
-
-    learn.fit(1)
-
-    (row,) = learn.recorder.rows()
-    parts = ("train_", "valid_") if train else ("",)
-    for part in parts:
-        assert row[f"{part}worst"] > row[f"{part}mae"] > 0
-    assert len(learn.recorder.log) == len(learn.recorder.metric_names) == 7 + 3 * train
+    assert [row["counting"] for row in learn.recorder.rows()] == [32, 32]
 
 
 class OfFastai:
@@ -191,61 +138,42 @@ def test_what_is_no_metric_is_refused_with_what_is(metrics: Any) -> None:
         quiet(metrics=[metrics] if metrics == 3 else metrics).fit(1)
 
 
-def test_two_metrics_of_one_name_are_two_columns() -> None:
-    learn = quiet(metrics=[lambda pred, y: pred.mean() * 0, lambda pred, y: pred.mean() * 0 + 1])
-
-    learn.fit(1)
-
-    assert learn.recorder.values[0][2:] == [0, 1]
-
-
-def test_torchmetrics_are_metrics() -> None:
+@pytest.mark.parametrize("train", [False, True])
+def test_torchmetrics_are_metrics_and_each_of_a_collection_is_a_column(train: bool) -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     one = torchmetrics.MeanAbsoluteError()
     several = {"mae": torchmetrics.MeanAbsoluteError(), "mse": torchmetrics.MeanSquaredError()}
     both = torchmetrics.MetricCollection(several, prefix="my_")
     learn = quiet(
         metrics=[one, both, torchmetrics.MeanSquaredError, mae],
-        cbs=[TrainEvalCallback, Recorder(train_metrics=True)],
+        cbs=[TrainEvalCallback, Recorder(train_metrics=train)],
         default_cbs=False,
     )
 
     learn.fit(2)
 
     row = learn.recorder.rows()[-1]
-    for part in ("train_", "valid_"):
+    for part in ("train_", "valid_") if train else ("",):
         maes = row[f"{part}meanabsoluteerror"], row[f"{part}my_mae"], row[f"{part}mae"]
         assert maes == pytest.approx([row[f"{part}mae"]] * 3)
         assert row[f"{part}my_mse"] == pytest.approx(row[f"{part}meansquarederror"])
-    assert row["valid_loss"] == pytest.approx(row["valid_my_mse"])
+    assert row["valid_loss"] == pytest.approx(row["valid_my_mse" if train else "my_mse"])
+    assert len(learn.recorder.log) == len(learn.recorder.metric_names) == 9 + 5 * train
 
 
-def test_train_metrics_are_columns_of_their_own() -> None:
-    learn = quiet(
-        default_cbs=False, metrics=[mae], cbs=[Recorder(train_metrics=True, add_time=False)]
-    )
-    learn.add_cb(TrainEvalCallback)
+def test_train_metrics_are_columns_of_their_own_and_two_of_one_name_too() -> None:
+    cbs = [TrainEvalCallback, Recorder(train_metrics=True, add_time=False)]
+    zero, one = (lambda pred, y: pred.mean() * 0), (lambda pred, y: pred.mean() * 0 + 1)
+    learn = quiet(default_cbs=False, metrics=[mae, zero, one], cbs=cbs)
 
     learn.fit(1)
 
-    names = ["epoch", "train_loss", "train_mae", "valid_loss", "valid_mae"]
-    assert learn.recorder.metric_names == names
+    names = learn.recorder.metric_names
+    assert names[:3] == ["epoch", "train_loss", "train_mae"]
+    assert names[5:7] == ["valid_loss", "valid_mae"]
     assert all(isinstance(v, float) for v in learn.recorder.values[0])
-    assert len(learn.recorder.log) == 5
-
-
-@pytest.mark.parametrize("verb", ["validate", "get_preds"])
-def test_a_pass_without_learning_changes_nothing_that_was_recorded(verb: str) -> None:
-    learn = quiet(metrics=mae)
-    learn.fit(2)
-    rec = learn.recorder
-    before = (rec.losses, rec.values[:], rec.iters[:], rec.log[:], rec.lrs[:], rec.rows())
-    names = rec.metric_names[:]
-
-    getattr(learn, verb)()
-
-    assert (rec.losses, rec.values, rec.iters, rec.log, rec.lrs, rec.rows()) == before
-    assert rec.metric_names == names
+    assert learn.recorder.values[0][2:4] == learn.recorder.values[0][-2:] == [0, 1]
+    assert len(learn.recorder.log) == len(names) == 9
 
 
 def test_a_callback_that_validates_other_data_leaves_the_epochs_row_alone() -> None:
@@ -268,24 +196,18 @@ def test_a_callback_that_validates_other_data_leaves_the_epochs_row_alone() -> N
     assert learn.recorder.losses == plain.recorder.losses
 
 
-def test_a_cancelled_batch_records_nothing() -> None:
+def test_a_cancelled_batch_records_nothing_and_a_part_cancelled_as_it_began_is_none() -> None:
     learn = quiet(cbs=raises("after_loss", CancelBatchException, lambda cb: cb.iter == 1))
-
     learn.fit(1)
-
     assert len(learn.recorder.losses) == len(learn.recorder.lrs) == 2
     assert learn.recorder.iters == [2]
 
+    learn.fit(1, cbs=raises("before_train", CancelTrainException))
+    assert learn.recorder.values[-1][0] is None
 
-def test_a_part_that_was_cancelled_as_it_began_is_none() -> None:
-    learn = quiet(cbs=raises("before_train", CancelTrainException))
-    learn.fit(1)
-    assert learn.recorder.values[0][0] is None
-
-    learn = quiet(cbs=raises("before_validate", CancelValidException))
-    learn.fit(1)
-    assert learn.recorder.values[0][1] is None
-    assert learn.recorder.values[0][0] is not None
+    learn.fit(1, cbs=raises("before_validate", CancelValidException))
+    assert learn.recorder.values[-1][1] is None
+    assert learn.recorder.values[-1][0] is not None
 
 
 def test_losses_by_step_are_means_over_the_batches_of_each_step() -> None:
