@@ -24,7 +24,6 @@ from hookkit import (
     OptionError,
     ParamStats,
     SchedulerCallback,
-    ranks,
     watch,
 )
 from hookkit.testing import synth_learner
@@ -51,14 +50,18 @@ class Tracker:
 # --- LogTo
 
 
-def test_a_tracker_gets_everything_once_and_in_order() -> None:
-    tracker = Tracker()
+def test_a_tracker_gets_everything_once_and_in_order_every_so_many_steps() -> None:
+    tracker, during = Tracker(), list[int]()
+    note = Callback(before_batch=lambda cb: during.append(len(tracker.steps("loss"))))
+    note.run_valid = False
+    half = SchedulerCallback(lambda opt, n: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
     stats = [ActivationStats(include_paramless=True), ParamStats(every=2)]
-    learn = quiet(n_trn=5, n_val=2, cbs=[LogTo(tracker, every=2), *stats])
+    learn = quiet(n_trn=5, n_val=2, lr=0.01, cbs=[LogTo(tracker, every=2), *stats, note, half])
 
     learn.fit(3)
     learn.log_to(tracker)
 
+    assert during[:5] == [0, 0, 2, 2, 4]
     assert tracker.steps("loss") == list(range(15))
     assert tracker.steps("epoch/valid_loss") == [4, 9, 14]
     assert tracker.steps("param/weight_norm/a") == list(range(0, 15, 2))
@@ -66,19 +69,8 @@ def test_a_tracker_gets_everything_once_and_in_order() -> None:
     assert len(sent) == sum(len(data) for _, data in tracker.got)
     losses = {step: data["loss"] for step, data in tracker.got if "loss" in data}
     assert list(losses.values()) == learn.run_record().losses.tolist()
-
-
-def test_it_writes_every_so_many_steps_and_at_the_end() -> None:
-    tracker = Tracker()
-    seen: list[int] = []
-    note = Callback(before_batch=lambda cb: seen.append(len(tracker.steps("loss"))))
-    note.run_valid = False
-    learn = quiet(n_trn=7, n_val=1, cbs=[LogTo(tracker, every=3), note])
-
-    learn.fit(1)
-
-    assert seen == [0, 0, 0, 3, 3, 3, 6]
-    assert len(tracker.steps("loss")) == 7
+    rates = {step: data["lr"] for step, data in tracker.got if "lr" in data}
+    assert rates == pytest.approx({step: 0.01 / 2**step for step in rates})
 
 
 def test_a_watched_loop_is_logged_too_and_not_again_by_its_watcher() -> None:
@@ -129,18 +121,6 @@ def test_the_rate_of_a_step_is_the_one_it_was_made_with(with_params: bool, in_pl
     assert w.run_record().info["lr"] == [1 / 16, 9 / 16]
 
 
-def test_a_learner_s_rate_is_of_the_step_too() -> None:
-    tracker = Tracker()
-    half = SchedulerCallback(lambda opt, n: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
-    learn = quiet(n_trn=4, lr=1e-3, cbs=[half, LogTo(tracker, every=2)])
-
-    with learn.no_logging():
-        learn.fit(1)
-
-    sent = {step: values["lr"] for step, values in tracker.got if "lr" in values}
-    assert sent == pytest.approx({1: 5e-4, 3: 1.25e-4})
-
-
 def test_a_training_that_breaks_is_logged_up_to_there() -> None:
     def fail(cb: Any) -> None:
         if cb.train_iter == 4:
@@ -159,9 +139,8 @@ def test_a_dead_target_warns_once_and_the_training_goes_on() -> None:
     tracker = Tracker(fails_at=4)
     learn = quiet(n_trn=10, cbs=LogTo(tracker, every=2))
 
-    with pytest.warns(
-        HookkitWarning, match=r"LogTo sends nothing more to Tracker.*network"
-    ) as all_:
+    nothing_more = r"LogTo sends nothing more to Tracker.*network"
+    with pytest.warns(HookkitWarning, match=nothing_more) as all_:
         learn.fit(2)
     assert len(all_) == 1
     assert learn.n_steps == 20
@@ -215,16 +194,6 @@ def test_lightnings_and_mlflows_loggers_get_metrics() -> None:
     assert "epoch/valid_loss" in Logger.got[1][1]
 
 
-def test_only_the_first_rank_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(ranks, "rank", lambda: 1)
-    tracker = Tracker()
-
-    quiet(n_trn=2, cbs=[LogTo(tracker), CSVLogger()], path=tmp_path).fit(1)
-
-    assert not tracker.got
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_copy_of_its_learner_sends_nothing(tmp_path: Path) -> None:
     learn = quiet(n_trn=2, cbs=LogTo(Tracker()))
     learn.fit(1)
@@ -254,26 +223,21 @@ def rows(path: Path) -> list[dict[str, str]]:
         return [*csv.DictReader(file)]
 
 
-def test_each_epoch_is_a_row_under_the_names_of_the_log(tmp_path: Path) -> None:
-    learn = quiet(cbs=CSVLogger(), path=tmp_path)
+@pytest.mark.parametrize(("append", "n"), [(False, 2), (True, 4)])
+def test_each_epoch_is_a_row_of_a_new_file_or_appended(
+    append: bool, n: int, tmp_path: Path
+) -> None:
+    learn = quiet(cbs=CSVLogger("logs/log.csv", append=append), path=tmp_path)
 
+    learn.fit(2)
     learn.fit(2)
     learn.validate()
 
-    found = rows(tmp_path / "history.csv")
+    found = rows(tmp_path / "logs" / "log.csv")
     assert list(found[0]) == learn.recorder.metric_names
-    assert [row["epoch"] for row in found] == ["0", "1"]
-    assert [float(row["valid_loss"]) for row in found] == [v[1] for v in learn.recorder.values]
-
-
-@pytest.mark.parametrize(("append", "n"), [(False, 1), (True, 2)])
-def test_a_second_fit_begins_a_new_file_or_appends(append: bool, n: int, tmp_path: Path) -> None:
-    learn = quiet(cbs=CSVLogger("logs/log.csv", append=append), path=tmp_path)
-
-    learn.fit(1)
-    learn.fit(1)
-
-    assert len(rows(tmp_path / "logs" / "log.csv")) == n
+    assert [row["epoch"] for row in found] == ["0", "1"] * (n // 2)
+    values = [v[1] for v in learn.recorder.values]
+    assert [float(row["valid_loss"]) for row in found] == values[-n:]
 
 
 # --- lines

@@ -98,13 +98,9 @@ def test_an_unknown_column_is_an_error_that_lists_those_there_are() -> None:
     known = r"'acuracy'.*only train_loss, valid_loss, score, time\. Give"
     with pytest.raises(OptionError, match=known):
         learn.fit(1)
-
     assert learn.recorder.values == []
 
-
-def test_without_a_recorder_there_is_no_column() -> None:
     learn = synth_learner(cbs=EarlyStoppingCallback(), default_cbs=False)
-
     with pytest.raises(OptionError, match="none, since there is no Recorder"):
         learn.fit(1)
 
@@ -120,9 +116,6 @@ def test_it_stops_when_nothing_gets_better(patience: int, epochs: int) -> None:
     learn.fit(7)
 
     assert len(learn.recorder.values) == epochs
-
-
-def test_patience_is_a_whole_number_from_one() -> None:
     with pytest.raises(OptionError, match=r"patience=0.*Give a whole number from 1"):
         EarlyStoppingCallback(patience=0)
 
@@ -146,12 +139,18 @@ def test_the_best_weights_are_loaded_at_the_end(tmp_path: Path) -> None:
     assert learn.save_model.last_saved_path == tmp_path / "models" / "model.pth"
 
 
-def test_the_optimizer_is_saved_with_the_weights_where_it_is_wanted(tmp_path: Path) -> None:
-    for with_opt in (False, True):
-        cb = SaveModelCallback("score", fname="best", with_opt=with_opt)
-        scripted([1.0], cbs=cb, path=tmp_path).fit(1)
+@pytest.mark.parametrize("with_opt", [False, True])
+def test_the_last_weights_are_saved_at_the_end_and_the_optimizer_where_it_is_wanted(
+    with_opt: bool, tmp_path: Path
+) -> None:
+    cb = SaveModelCallback("score", fname="best", with_opt=with_opt, at_end=True)
+    learn = scripted([2.0, 1.0], cbs=cb, path=tmp_path)
 
-        assert ("opt" in torch.load(cb.last_saved_path)) == with_opt
+    learn.fit(2)
+
+    saved = torch.load(cb.last_saved_path)
+    assert torch.equal(saved["model"]["a"], weight(learn))
+    assert ("opt" in saved) == with_opt
 
 
 def test_nothing_is_loaded_if_nothing_was_best(tmp_path: Path) -> None:
@@ -174,15 +173,6 @@ def test_every_epoch_or_every_third_is_saved(every: Any, epochs: list[int], tmp_
 
     found = sorted(p.name for p in (tmp_path / "models").iterdir())
     assert found == [f"m_{i}.pth" for i in epochs]
-
-
-def test_at_end_saves_the_last_weights(tmp_path: Path) -> None:
-    cb = SaveModelCallback("score", at_end=True)
-    learn = scripted([2.0, 1.0], cbs=cb, path=tmp_path)
-
-    learn.fit(2)
-
-    assert torch.equal(torch.load(cb.last_saved_path)["model"]["a"], weight(learn))
 
 
 def test_a_fit_without_validation_monitors_the_training_loss(tmp_path: Path) -> None:
