@@ -46,68 +46,37 @@ class Graphs:
         return graph.forward
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("ran_before", [False, True])
-def test_a_compiled_model_is_seen_without_a_graph_break(ran_before: bool):
+def test_a_compiled_model_is_seen_without_a_graph_break(ran_before: bool, in_place: bool):
     inner, log, graphs = Net(), Log(), Graphs()
-    model = torch.compile(inner, backend=graphs, fullgraph=True)
+    if in_place:
+        inner.compile(backend=graphs, fullgraph=True)
+    model = inner if in_place else torch.compile(inner, backend=graphs, fullgraph=True)
     opt = sgd(inner)
     if ran_before:
         train(model, opt, 1)
+    compiled = inner._compiled_call_impl
 
     with watch(model, opt, log):
         train(model, opt)
 
     assert log.events == OPEN + BATCH * 3 + CLOSE
     assert graphs.n <= 2
+    assert inner._compiled_call_impl is compiled
     assert n_hooks(inner, opt) == 0
 
 
 @pytest.mark.parametrize("ran_before", [False, True])
-def test_a_model_compiled_in_place_is_seen(ran_before: bool):
-    model, log, graphs = Net(), Log(), Graphs()
-    model.compile(backend=graphs, fullgraph=True)
-    opt = sgd(model)
-    if ran_before:
-        train(model, opt, 1)
-    compiled = model._compiled_call_impl
-
-    with watch(model, opt, log):
-        train(model, opt)
-
-    assert log.events == OPEN + BATCH * 3 + CLOSE
-    assert graphs.n <= 2
-    assert model._compiled_call_impl is compiled
-    assert n_hooks(model, opt) == 0
-
-
-def compiled_sequential() -> tuple[nn.Module, nn.Module]:
-    model = net(1)
-    return model, torch.compile(model, backend="eager", fullgraph=True)
-
-
-def compiled_net() -> tuple[nn.Module, nn.Module]:
-    model = Net()
-    return model, torch.compile(model, backend="eager", fullgraph=True)
-
-
-def compiled_in_place() -> tuple[nn.Module, nn.Module]:
-    model = Net()
-    model.compile(backend="eager", fullgraph=True)
-    return model, model
-
-
-def compiled_inside() -> tuple[nn.Module, nn.Module]:
-    model = Net()
-    model.a.compile(backend="eager")
-    return model, model
-
-
-@pytest.mark.parametrize("ran_before", [False, True])
-@pytest.mark.parametrize(
-    "make", [compiled_sequential, compiled_net, compiled_in_place, compiled_inside]
-)
-def test_the_layers_of_a_compiled_model_are_recorded_also_if_it_ran_before(make, ran_before):
-    inner, called = make()
+@pytest.mark.parametrize("how", ["a Sequential", "whole", "in place", "a part in place"])
+def test_the_layers_of_a_compiled_model_are_recorded_also_if_it_ran_before(how, ran_before):
+    inner = called = net(1) if how == "a Sequential" else Net()
+    if how == "in place":
+        inner.compile(backend="eager", fullgraph=True)
+    elif how == "a part in place":
+        inner.a.compile(backend="eager")
+    else:
+        called = torch.compile(inner, backend="eager", fullgraph=True)
     opt, acts = sgd(inner), ActivationStats()
     if ran_before:
         train(called, opt, 2)
@@ -133,15 +102,15 @@ def test_compiling_the_whole_of_which_only_the_inside_was_given_is_reported():
     assert w.n_steps == 3
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_model_is_recorded_as_well_when_what_compile_returned_is_called(backend):
+def test_a_model_is_recorded_as_well_when_what_compile_returned_is_called():
     def recorded(compiled: bool) -> list[list[float]]:
         model, stats = Net(), [ActivationStats()]
         if torch.__version__ >= "2.13":  # older ones cannot trace hooks on tensors
             stats.append(GradientStats())
-        opt = sgd(model)
+        opt, called = sgd(model), model
         with watch(model, opt, *stats):
-            called = torch.compile(model, backend=backend, fullgraph=True) if compiled else model
+            if compiled:
+                called = torch.compile(model, backend="aot_eager", fullgraph=True)
             train(called, opt)
         return [s.record().value("rms").ravel().tolist() for s in stats]
 

@@ -2,8 +2,6 @@
 
 import gc
 import importlib.util
-import pickle
-import weakref
 
 import numpy as np
 import pytest
@@ -78,13 +76,12 @@ def test_the_records_are_those_of_the_learner():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.traces_gradients
-def test_a_compiled_model_gives_the_same(backend: str):
+def test_a_compiled_model_gives_the_same():
     torch.compiler.reset()
     model = net(1)
 
-    compiled = watched(model, torch.compile(model, backend=backend, fullgraph=True))
+    compiled = watched(model, torch.compile(model, backend="aot_eager", fullgraph=True))
 
     truth = watched(net(1))
     same(compiled.activations, truth.activations)
@@ -101,25 +98,6 @@ def test_every_counts_steps():
 
     assert acts.record().steps.tolist() == [0, 2, 4]
     assert params.record().steps.tolist() == [0, 3]
-
-
-def test_the_flight_recorder_skips_a_bad_step():
-    model, flight = net(1), FlightRecorder("skip")
-    opt = sgd(model)
-    bad = batches(3)
-    bad[1][0, 0] = float("nan")
-
-    with watch(model, opt, flight) as w:
-        for x in bad:
-            loss = model(x).pow(2).mean()
-            w.loss(loss)
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-    assert w.n_steps == 2
-    assert w.run_record().incidents[0].step == 1
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -146,32 +124,29 @@ def test_the_losses_of_a_skipped_step_are_in_no_other(each: int, late: bool):
     good = np.reshape(truth, (-1, each)).mean(1)
     np.testing.assert_allclose(w.losses, good[np.isfinite(good)], rtol=1e-6)
     assert w.n_steps == 8 // each - 1
+    assert w.run_record().incidents[0].step == 4 // each
 
 
-def test_a_recorder_is_read_without_its_model_which_it_does_not_keep():
+def test_a_recorder_is_read_without_its_model():
     cbs = [ActivationStats(True, units=True), *recorders()[1:], FlightRecorder("report")]
     model = net(1)
     opt = sgd(model)
     with watch(model, opt, *cbs):
         train(model, opt, 4)
-    refs = [weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(opt)]
 
     del model, opt
     gc.collect()
 
-    assert [r() for r in refs] == [None] * 3
     acts, grads, params, _ = cbs
     assert [len(cb.record()) for cb in (acts, grads, params)] == [4] * 3
     assert len(acts.stats[0]) == 2
     assert acts.hist(0).shape[1] == 4
     assert isinstance(acts.dead_units(0), list)
     assert "4 steps" in str(diagnose(acts))
-    assert all(pickle.loads(pickle.dumps(cb)).learn is None for cb in cbs)
     if importlib.util.find_spec("matplotlib"):
         assert acts.plot_layer_stats(0)
-    with pytest.raises(
-        AttributeError, match=r"'train_iter': the Learner or Watcher .* no longer exists"
-    ):
+    no_longer = r"'train_iter': the Learner or Watcher .* no longer exists"
+    with pytest.raises(AttributeError, match=no_longer):
         _ = acts.train_iter
 
 
@@ -297,11 +272,8 @@ def test_gradients_are_those_of_the_optimizers_that_step_in_turns(given, each):
     with watch(nets, list(opts.values()) if given else None, params, grads):
         for name in turns:
             opts[name].zero_grad()  # the other's gradient stays
-            for _ in range(
-                each
-            ):  # through both: there is a gradient of the other from the first on
-                loss = nets["d"](nets["g"](torch.randn(8, 2))).square().mean()
-                loss.backward()
+            for _ in range(each):  # through both: the other has a gradient from the first on
+                nets["d"](nets["g"](torch.randn(8, 2))).square().mean().backward()
             want.append({n: p.grad.norm().item() for n, p in nets[name].named_parameters()})
             opts[name].step()
 
