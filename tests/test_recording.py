@@ -1,8 +1,6 @@
 """HookCallback: hooked once per fit, recording by a flag, always taken off."""
 
 import copy
-import gc
-import math
 import pickle
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import nn
 from hookkit.callbacks import Callback
 from hookkit.data import DataLoaders
 from hookkit.errors import ArgumentError, HookkitWarning, OptionError, SelectionError
-from hookkit.events import EVENTS
+from hookkit.events import CANCELS, EVENTS
 from hookkit.recording import HookCallback
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats
 from hookkit.testing import mlp, synth_dbunch
@@ -34,54 +32,6 @@ class Calls(HookCallback):
     def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
         self.calls.append((self.learn.training, self.learn.iter))
         return o
-
-
-# --- what the fastai page shows
-
-
-def test_the_hook_sees_the_output_of_the_model() -> None:
-    class TstCallback(HookCallback):
-        def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
-            return o
-
-        def after_batch(self) -> None:
-            if self.training:
-                assert self.hooks.stored[0].equal(self.pred.detach())
-                seen.append(self.iter)
-
-    seen: list[int] = []
-
-    quiet(n_trn=5, cbs=TstCallback()).fit(1)
-
-    assert seen == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.filterwarnings(FIRST_LAYER)
-def test_the_backward_hook_sees_the_gradient_of_the_loss() -> None:
-    class TstCallback(HookCallback):
-        def __init__(
-            self,
-            modules: Any = None,
-            remove_end: bool = True,
-            detach: bool = True,
-            cpu: bool = False,
-        ) -> None:
-            super().__init__(modules, None, remove_end, False, detach, cpu)
-
-        def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
-            return o
-
-        def after_batch(self) -> None:
-            if self.training:
-                expected = 2 * (self.pred - self.y) / self.pred.shape[0]
-                torch.testing.assert_close(self.hooks.stored[0][0], expected.detach())
-                seen.append(self.iter)
-
-    seen: list[int] = []
-
-    quiet(n_trn=5, cbs=TstCallback()).fit(1)
-
-    assert seen == [0, 1, 2, 3, 4]
 
 
 # --- subclasses that pass by what they inherit
@@ -104,20 +54,18 @@ def test_an_event_without_super_is_warned_about(base: type, event: str) -> None:
 # --- every
 
 
-@pytest.mark.parametrize("order", [-100, -10, 0, 100])
+@pytest.mark.parametrize("order", [-100, 0, 100])
 @pytest.mark.parametrize("every", [1, 4, None])
-@pytest.mark.parametrize("n", [11, 12, 13])
 def test_every_records_the_first_batch_of_so_many_at_any_order(
-    n: int, every: int | None, order: int
+    every: int | None, order: int
 ) -> None:
     cb = Calls(every=every)
     cb.order = order
 
-    quiet(n_trn=n, cbs=cb).fit(1)
+    quiet(n_trn=11, cbs=cb).fit(1)
 
     valid = [] if every else [(False, 0), (False, 1)]
-    assert cb.calls == [(True, i) for i in range(0, n, every or 1)] + valid
-    assert len(cb.calls) == math.ceil(n / (every or 1)) + len(valid)
+    assert cb.calls == [(True, i) for i in range(0, 11, every or 1)] + valid
 
 
 def test_every_counts_on_over_epochs_and_anew_in_each_fit() -> None:
@@ -134,56 +82,26 @@ def test_every_counts_on_over_epochs_and_anew_in_each_fit() -> None:
 # --- train and valid
 
 
-def test_as_in_fastai_the_hook_and_after_batch_run_in_validation_too() -> None:
-    class Seen(Calls):
-        def after_batch(self) -> None:
-            batches.append(self.hooks.stored[0].equal(self.pred.detach()))
-
-    batches: list[bool] = []
-    cb = Seen()
-
-    quiet(n_trn=5, cbs=cb).fit(1)
-
-    assert [training for training, _ in cb.calls] == [True] * 5 + [False] * 2
-    assert batches == [True] * 7
-
-
-@pytest.mark.parametrize(
-    ("on_train", "on_valid", "expected"),
-    [
-        (True, False, [True] * 3),
-        (False, True, [False] * 2),
-        (True, True, [True] * 3 + [False] * 2),
-        (False, False, []),
-    ],
-)
-def test_training_and_validation_are_recorded_as_chosen(
-    on_train: bool, on_valid: bool, expected: list[bool]
-) -> None:
+@pytest.mark.parametrize("on_train", [False, True])
+@pytest.mark.parametrize("on_valid", [False, True])
+def test_training_and_validation_are_recorded_as_chosen(on_train: bool, on_valid: bool) -> None:
     cb = Calls(on_train=on_train, on_valid=on_valid)
 
     quiet(cbs=cb).fit(1)
 
-    assert [training for training, _ in cb.calls] == expected
+    assert [training for training, _ in cb.calls] == [True] * 3 * on_train + [False] * 2 * on_valid
 
 
 # --- which modules
 
 
-def five() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(1, 4), nn.ReLU(), nn.BatchNorm1d(4), nn.Linear(4, 1), nn.Flatten()
-    )
-
-
 @pytest.mark.parametrize("make", [HookCallback, ActivationStats, GradientStats])
 @pytest.mark.parametrize(("paramless", "n"), [(False, 3), (True, 5)])
 def test_modules_are_those_that_are_hooked(make: Any, paramless: bool, n: int) -> None:
-    cb = make(include_paramless=paramless)
-    learn = quiet(
-        model=five(), cbs=[cb, Callback(before_batch=lambda self: seen.append(cb.modules))]
-    )
-    seen: list[Any] = []
+    cb, seen = make(include_paramless=paramless), list[Any]()
+    look = Callback(before_batch=lambda self: seen.append(cb.modules))
+    layers = nn.Linear(1, 4), nn.ReLU(), nn.BatchNorm1d(4), nn.Linear(4, 1), nn.Flatten()
+    learn = quiet(model=nn.Sequential(*layers), cbs=[cb, look])
 
     before = cb.modules
     learn.fit(1)
@@ -194,28 +112,11 @@ def test_modules_are_those_that_are_hooked(make: Any, paramless: bool, n: int) -
     assert isinstance(cb.modules, list)
 
 
-@pytest.mark.parametrize("given", ["0", ["0", nn.ReLU], nn.Linear, [], None])
-def test_before_the_fit_modules_are_as_given(given: Any) -> None:
-    assert HookCallback(given).modules == given
-    assert FlightRecorder(modules="0").modules == "0"
-
-
-def test_modules_keep_no_model_alive() -> None:
-    learn = quiet(model=five(), cbs=ActivationStats())
-    learn.fit(1)
-    stats = learn.activation_stats
-
-    stats.learn = None
-    del learn
-    gc.collect()
-
-    assert stats.modules == []
-
-
 @pytest.mark.parametrize("make", [HookCallback, ActivationStats, FlightRecorder])
 def test_a_copy_has_the_selection_and_no_modules(make: Any) -> None:
     cb = make(modules="0")
-    quiet(model=five(), cbs=cb).fit(1)
+    assert cb.modules == "0"
+    quiet(model=mlp(1, 4, 1), cbs=cb).fit(1)
     cb.learn = None
 
     assert pickle.loads(pickle.dumps(cb)).modules == "0"
@@ -226,9 +127,7 @@ def test_a_copy_has_the_selection_and_no_modules(make: Any) -> None:
     ("modules", "names"),
     [
         (None, ["0", "2"]),
-        ("1", ["1"]),
         ("[0-1]", ["0", "1"]),
-        (nn.Linear, ["0", "2"]),
         (lambda name, m: isinstance(m, nn.ReLU), ["1"]),
         (["2", nn.ReLU], ["2", "1"]),
         ([], []),
@@ -248,15 +147,14 @@ def test_modules_are_named_in_any_way_that_select_knows(modules: Any, names: lis
 
 def test_modules_are_looked_up_anew_for_each_fit() -> None:
     cb = HookCallback(hook=lambda m, i, o: o.shape)
-    a, b = quiet(model=mlp(1, 1), cbs=cb), quiet(model=mlp(1, 3, 1), cbs=cb)
-    a.fit(1)
+    quiet(model=mlp(1, 1), cbs=cb).fit(1)
     assert cb.names == ["0"]
 
-    b.fit(1)
+    learn = quiet(model=mlp(1, 3, 1), cbs=cb)
+    learn.fit(1)
     assert cb.names == ["0", "2"]
-    b.model = mlp(1, 2, 2, 1)
-    b.create_opt()
-    b.fit(1)
+    learn.model = mlp(1, 2, 2, 1)
+    learn.fit(1, reset_opt=True)
 
     assert cb.names == ["0", "2", "4"]
     assert all(s is not None for s in cb.hooks.stored)
@@ -284,12 +182,19 @@ def test_modules_that_come_during_a_fit_are_warned_of_once_and_hooked_in_the_nex
     assert n_hooks(learn.model) == n_hooks(first) == 0
 
 
-def test_an_unknown_name_raises_as_the_fit_begins_and_nothing_stays() -> None:
-    learn = quiet(model=mlp(1, 4, 1), cbs=HookCallback("layer9"))
+def test_an_unknown_name_or_a_failing_hook_raises_and_nothing_stays() -> None:
+    def bad(m: nn.Module, i: Any, o: Any) -> None:
+        raise ValueError("in the hook")
+
+    learn = quiet(model=mlp(1, 4, 1))
 
     with pytest.raises(SelectionError, match=r"layer9"):
-        learn.fit(1)
+        learn.fit(1, cbs=HookCallback("layer9"))
+    assert n_hooks(learn.model) == 0
+    with pytest.raises(ValueError, match=r"in the hook") as caught:
+        learn.fit(1, cbs=HookCallback("2", hook=bad))
 
+    assert any("'2' (Linear)" in note for note in caught.value.__notes__)
     assert n_hooks(learn.model) == 0
 
 
@@ -297,17 +202,12 @@ def test_an_unknown_name_raises_as_the_fit_begins_and_nothing_stays() -> None:
 
 
 def test_without_detach_the_graph_is_kept() -> None:
-    cb = HookCallback(None, None, True, True, False, False, hook=lambda m, i, o: o)
-    seen: list[bool] = []
+    cb, seen = HookCallback(None, None, True, True, False, hook=lambda m, i, o: o), list[bool]()
+    look = Callback(after_pred=lambda self: seen.append(cb.hooks.stored[0].requires_grad))
 
-    learn = quiet(cbs=[cb, Callback(after_pred=lambda s: seen.append(_grad(cb)))])
-    learn.fit(1)
+    quiet(cbs=[cb, look]).fit(1)
 
     assert seen == [True] * 3 + [False] * 2  # validation has no graph
-
-
-def _grad(cb: HookCallback) -> bool:
-    return cb.hooks.stored[0].requires_grad
 
 
 # --- the end
@@ -324,14 +224,11 @@ def test_no_hook_is_left_after_an_exception_in_any_event(event: str, is_forward:
         fired.append(event)
         raise RuntimeError("boom")
 
-    cbs = [HookCallback(is_forward=is_forward), Callback(**{event: fail})]
-    if part != event:
-        from hookkit.events import CANCELS
+    def cancel(self: Any) -> None:
+        raise CANCELS[part]
 
-        def cancel(self: Any) -> None:
-            raise CANCELS[part]
-
-        cbs.insert(1, Callback(**{f"before_{part}": cancel}))
+    cancels = [] if part == event else [Callback(**{f"before_{part}": cancel})]
+    cbs = [HookCallback(is_forward=is_forward), *cancels, Callback(**{event: fail})]
     learn = quiet(model=mlp(1, 4, 1))
 
     with pytest.raises(RuntimeError, match=r"boom"):
@@ -340,19 +237,6 @@ def test_no_hook_is_left_after_an_exception_in_any_event(event: str, is_forward:
     assert fired
     assert n_hooks(learn.model) == 0
     assert len(learn.cbs) == 2
-
-
-def test_an_exception_inside_the_hook_names_the_module() -> None:
-    def bad(m: nn.Module, i: Any, o: Any) -> None:
-        raise ValueError("in the hook")
-
-    learn = quiet(model=mlp(1, 4, 1), cbs=HookCallback("2", hook=bad))
-
-    with pytest.raises(ValueError, match=r"in the hook") as caught:
-        learn.fit(1)
-
-    assert any("'2' (Linear)" in note for note in caught.value.__notes__)
-    assert n_hooks(learn.model) == 0
 
 
 def test_without_remove_end_hooks_stay_once_and_stay_live() -> None:
@@ -377,7 +261,6 @@ def test_without_remove_end_hooks_stay_once_and_stay_live() -> None:
     [
         ({"modules": True}, r"HookCallback\(modules=True.*Give a module, a name"),
         ({"hook": "f"}, r"hook must be a function, found a str"),
-        ({"every": 0}, r"HookCallback\(every=.*None for 1\. Give a whole number"),
         ({"every": 2.5}, r"HookCallback\(every=.*None for 1\. Give a whole number"),
         ({"every": 2, "on_train": False}, r"every=2, on_train=False\).* Leave out `every`"),
     ],
