@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fastcore.test import test_close as is_close, test_eq as equal, test_stdout as prints
-from learners import conv_layer
+from learners import conv_layer, quiet
 from torch import nn
 
 from hookkit import (
@@ -15,6 +15,7 @@ from hookkit import (
     Hook,
     HookCallback,
     Hooks,
+    Learner,
     dummy_eval,
     has_params,
     hook_input,
@@ -42,6 +43,12 @@ def seed() -> None:
 
 def layers_and_input() -> tuple[list[nn.Module], torch.Tensor]:
     return [nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 3)], torch.randn(4, 5)
+
+
+def fitted(*cbs: object, n_trn: int = 5) -> Learner:
+    learn = quiet(n_trn=n_trn, cbs=[*cbs])
+    learn.fit(1)
+    return learn
 
 
 def example_forward_hook(m: nn.Module, i: object, o: object) -> None:
@@ -171,20 +178,17 @@ def test_sizes_and_features_of_a_body() -> None:
     is_equal(list(dummy_eval(m, (32, 32)).shape), [1, 32, 16, 16])
 
 
-def test_has_params() -> None:
+def test_parameters_are_found_and_counted() -> None:
     assert has_params(nn.Linear(3, 4))
-    assert has_params(nn.LSTM(4, 5, 2))
     assert not has_params(nn.ReLU())
-
-
-def test_total_params() -> None:
-    is_equal(total_params(nn.Linear(10, 32)), (352, True))
-    is_equal(total_params(nn.Linear(10, 32, bias=False)), (320, True))
-    is_equal(total_params(nn.BatchNorm2d(20)), (40, True))
-    is_equal(total_params(nn.BatchNorm2d(20, affine=False)), (0, False))
-    is_equal(total_params(nn.Conv2d(16, 32, 3)), (16 * 32 * 3 * 3 + 32, True))
-    is_equal(total_params(nn.Conv2d(16, 32, 3, bias=False)), (16 * 32 * 3 * 3, True))
-    is_equal(total_params(nn.LSTM(20, 10, 2)), (4 * (20 * 10 + 10) + 3 * 4 * (110), True))
+    for layer, counted in (
+        (nn.Linear(10, 32), (352, True)),
+        (nn.BatchNorm2d(20), (40, True)),
+        (nn.BatchNorm2d(20, affine=False), (0, False)),
+        (nn.Conv2d(16, 32, 3, bias=False), (16 * 32 * 3 * 3, True)),
+        (nn.LSTM(20, 10, 2), (4 * (20 * 10 + 10) + 3 * 4 * (110), True)),
+    ):
+        is_equal(total_params(layer), counted)
 
 
 def test_a_hook_callback_sees_the_prediction() -> None:
@@ -198,10 +202,7 @@ def test_a_hook_callback_sees_the_prediction() -> None:
             is_equal(self.hooks.stored[0], self.pred)
             seen.append(1)
 
-    learn = synth_learner(n_trn=5, cbs=TstCallback())
-    with learn.no_logging():
-        learn.fit(1)
-
+    fitted(TstCallback())
     assert len(seen) == 7  # validation batches too
 
 
@@ -222,10 +223,7 @@ def test_a_backward_hook_callback_sees_the_gradient_of_the_loss() -> None:
                 is_close(self.hooks.stored[0][0], expected)
                 seen.append(1)
 
-    learn = synth_learner(n_trn=5, cbs=TstCallback())
-    with learn.no_logging():
-        learn.fit(1)
-
+    fitted(TstCallback())
     assert len(seen) == 5
 
 
@@ -248,10 +246,7 @@ def test_layer_info_of_the_page() -> None:
 @pytest.mark.parametrize("n_trn", [11, 12, 13])
 @pytest.mark.parametrize("every", [4, 1])
 def test_every_records_the_ceiling_of_the_share(n_trn: int, every: int) -> None:
-    learn = synth_learner(n_trn=n_trn, cbs=ActivationStats(every=every))
-
-    with learn.no_logging():
-        learn.fit(1)
+    learn = fitted(ActivationStats(every=every), n_trn=n_trn)
 
     is_equal(len(learn.activation_stats.stats), math.ceil(n_trn / every))
 
@@ -270,22 +265,14 @@ def test_activation_stats_are_the_mean_and_std_of_the_prediction() -> None:
                 self.means.append(self.hooks.stored[0][0])
                 self.stds.append(self.hooks.stored[0][1])
 
-    learn = synth_learner(n_trn=5, cbs=[TstCallback(), ActivationStats()])
-    with learn.no_logging():
-        learn.fit(1)
-
+    learn = fitted(TstCallback(), ActivationStats())
     stats = learn.activation_stats.stats.itemgot(0)
     is_close(stats.itemgot("mean"), learn.tst.means, eps=1e-4)
     is_close(stats.itemgot("std"), learn.tst.stds, eps=1e-4)
 
 
 def test_histograms_are_recorded_on_request() -> None:
-    learn = synth_learner(n_trn=5, cbs=ActivationStats(with_hist=True))
-
-    with learn.no_logging():
-        learn.fit(1)
-
-    stats = learn.activation_stats
+    stats = fitted(ActivationStats(with_hist=True)).activation_stats
     assert set(stats.stats[0][0]) >= {"mean", "std", "near_zero", "hist"}
     assert stats.hist(0).shape[-1] == 5
     assert len(stats.layer_stats(0)) == 3
@@ -296,10 +283,7 @@ def test_histograms_are_recorded_on_request() -> None:
 
 @pytest.mark.parametrize("word", ["shape", "size", "mean"])
 def test_stats_as_v1s_tensor_are_answered_with_the_method(word: str) -> None:
-    learn = synth_learner(n_trn=2, cbs=ActivationStats(modules=""))
-    with learn.no_logging():
-        learn.fit(1)
-    stats = learn.activation_stats.stats
+    stats = fitted(ActivationStats(modules=""), n_trn=2).activation_stats.stats
 
     with pytest.raises(AttributeError, match=rf"Use `stats\.tensor\(\)\.{word}`"):
         getattr(stats, word)
