@@ -55,16 +55,6 @@ def example_forward_hook(m: nn.Module, i: object, o: object) -> None:
     print(m, i, o)
 
 
-def test_hook_stores_what_its_function_returns() -> None:
-    tst_model, x = nn.Linear(5, 3), torch.randn(4, 5)
-
-    hook = Hook(tst_model, lambda m, i, o: o)
-    y = tst_model(x)
-
-    is_equal(hook.stored, y)
-    hook.remove()
-
-
 @pytest.mark.parametrize("kind", [{}, {"is_forward": False}, {"cpu": True}, {"detach": False}])
 def test_hook_fn_calls_the_function_and_stores(kind: dict[str, bool]) -> None:
     m, x = nn.Linear(5, 3), torch.randn(4, 5)
@@ -82,10 +72,11 @@ def test_hook_fn_calls_the_function_and_stores(kind: dict[str, bool]) -> None:
     is_equal(hook.stored, given * 2)
 
 
-def test_hook_fn_of_hooks_without_a_function_stores_what_they_are_for() -> None:
+def test_hook_fn_of_other_hooks_stores_or_returns_what_they_are_for() -> None:
     m, x, y = nn.Linear(5, 3), (torch.randn(4, 5),), torch.randn(4, 3)
     output, grads = hook_output(m), hook_output(m, grad=True)
     inputs, into = hook_input(m), hook_input(m, grad=True)
+    edit = Hook(m, lambda m, i, o: o * 2, edit=True)
 
     for hook in (output, grads, inputs, into):
         hook.hook_fn(m, x, (y,) if hook is grads else y)
@@ -95,15 +86,7 @@ def test_hook_fn_of_hooks_without_a_function_stores_what_they_are_for() -> None:
     is_equal(grads.stored[0], y)
     is_equal(inputs.stored[0], x[0])
     is_equal(into.stored[0], x[0])
-
-
-def test_hook_fn_of_an_edit_returns_what_replaces_the_output() -> None:
-    m, x = nn.Linear(5, 3), torch.randn(4, 5)
-
-    with Hook(m, lambda m, i, o: o * 2, edit=True) as hook:
-        y = m(x)
-
-    is_equal(hook.hook_fn(m, (x,), y), y * 2)
+    is_equal(edit.hook_fn(m, x, y), y * 2)
 
 
 def test_a_printing_hook_prints_exactly_while_it_is_registered() -> None:
@@ -120,49 +103,40 @@ def test_a_printing_hook_prints_exactly_while_it_is_registered() -> None:
     prints(lambda: tst_model(x), "")
 
 
-def test_hook_output_and_its_gradient() -> None:
-    tst_model, x = nn.Linear(5, 10), torch.randn(4, 5)
-
-    with hook_output(tst_model) as h:
-        y = tst_model(x)
-    with hook_output(tst_model, grad=True) as g:
-        z = tst_model(x)
-        z.pow(2).mean().backward()
-
-    is_equal(y, h.stored)
-    assert not h.stored.requires_grad
-    is_close(2 * z / z.numel(), g.stored[0])
-
-
-def test_hooks_over_a_sequential_and_over_a_list() -> None:
+def test_a_hook_and_hooks_over_a_sequential_or_a_list_store_what_their_function_returns() -> None:
     layers, x = layers_and_input()
     tst_model = nn.Sequential(*layers)
 
+    hook = Hook(tst_model, lambda m, i, o: o)
     hooks = Hooks(tst_model, lambda m, i, o: o)
     y = tst_model(x)
+    hook.remove()
     hooks.remove()
     with Hooks(layers, lambda m, i, o: o) as h:
         tst_model(x)
 
+    is_equal(hook.stored, y)
     for stored in (hooks.stored, h.stored):
         is_equal(stored[0], layers[0](x))
         is_equal(stored[1], F.relu(layers[0](x)))
         is_equal(stored[2], y)
 
 
-def test_hook_outputs_and_their_gradients() -> None:
+def test_hook_output_hook_outputs_and_their_gradients() -> None:
     layers, x = layers_and_input()
     tst_model = nn.Sequential(*layers)
 
-    with hook_outputs(layers) as h:
+    with hook_output(tst_model) as one, hook_outputs(layers) as h:
         y = tst_model(x)
-    with hook_outputs(layers, grad=True) as hg:
+    with hook_output(tst_model, grad=True) as one_g, hook_outputs(layers, grad=True) as hg:
         y = tst_model(x)
         y.pow(2).mean().backward()
 
+    is_equal(one.stored, y)
     is_equal(h.stored[2], y)
-    assert not any(s.requires_grad for s in h.stored)
+    assert not any(s.requires_grad for s in (one.stored, *h.stored))
     g = 2 * y / y.numel()
+    is_close(g, one_g.stored[0])
     is_close(g, hg.stored[2][0])
     g = g @ layers[2].weight.data
     is_close(g, hg.stored[1][0])

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hookkit import (
     ActivationStats,
     Callback,
+    CancelBatchException,
     CSVLogger,
     EarlyStoppingCallback,
     GradientAccumulation,
@@ -98,8 +99,7 @@ def test_nothing_of_it_stays(mode: Any, first: bool, tmp_path: Path) -> None:
     assert files[0] == files[1]
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("when", [0, 7])
+@pytest.mark.parametrize(("error", "when"), [(ValueError, 7), (KeyboardInterrupt, 0)])
 def test_it_is_undone_whatever_ends_it(error: Any, when: int) -> None:
     def fail(cb: Any) -> None:
         if cb.learn.opt.param_groups[0]["lr"] < 1e-4 and cb.train_iter == when:
@@ -121,29 +121,35 @@ def test_it_is_undone_whatever_ends_it(error: Any, when: int) -> None:
     assert same(*results)
 
 
-def test_modes_attributes_and_gradients_are_as_before() -> None:
+@pytest.mark.parametrize("num_it", [10, 100])
+def test_the_rates_grow_from_one_end_to_the_other_and_all_is_as_before(num_it: int) -> None:
     learn = learner()
     learn.model.eval()
     learn.model[0].train()
 
-    find(learn)
+    found = find(learn, start_lr=1e-5, end_lr=1e-2, num_it=num_it, stop_div=False)
 
+    assert len(found.lrs) == len(found.losses) == num_it
+    np.testing.assert_allclose(found.lrs, 1e-5 * 1000 ** (np.arange(num_it) / num_it))
     assert [m.training for m in learn.model] == [True, False, False, False, False]
     assert all(p.grad is None for p in learn.model.parameters())
     assert (learn.n_steps, learn.train_iter, learn.epoch, learn.recorder.lrs) == (0, 0, 0, [])
     assert not learn.fitting
 
 
-@pytest.mark.parametrize("num_it", [10, 100])
-def test_the_rates_grow_from_one_end_to_the_other(num_it: int) -> None:
-    found = find(learner(), start_lr=1e-5, end_lr=1e-2, num_it=num_it, stop_div=False)
+def test_batches_without_a_loss_do_not_count() -> None:
+    def cancel(cb: Any) -> None:
+        if cb.learn.iter % 2:
+            raise CancelBatchException
 
-    assert len(found.lrs) == len(found.losses) == num_it
-    np.testing.assert_allclose(found.lrs, 1e-5 * 1000 ** (np.arange(num_it) / num_it))
+    found = find(learner(Callback(before_batch=cancel)))
+
+    assert len(found.lrs) == len(found.losses) == 20
 
 
 def test_the_suggestion_trains_and_a_rate_a_thousand_times_off_does_not() -> None:
-    found = learner().lr_find(show_plot=False)
+    plt = pytest.importorskip("matplotlib.pyplot")
+    found = learner().lr_find()
     losses = {}
     for factor in (1, 1e-3, 1e3):
         learn = learner(lr=found.valley * factor)
@@ -154,6 +160,13 @@ def test_the_suggestion_trains_and_a_rate_a_thousand_times_off_does_not() -> Non
     assert losses[1] < 0.5 * losses[1e3]
     assert repr(found) == f"SuggestedLRs(valley={found.valley})"
 
+    ax = plt.gcf().axes[0]  # drawn by default
+    curve, point = ax.lines
+    assert ax.get_xscale() == "log"
+    assert len(curve.get_xdata()) == len(found.lrs) - 5
+    assert point.get_xdata() == [found.valley]
+    assert ax.get_legend().texts[0].get_text() == f"suggested: {found.valley:.2g}"
+
 
 def test_one_that_diverges_at_once_says_so() -> None:
     learn = learner(opt_func=torch.optim.SGD)
@@ -162,18 +175,6 @@ def test_one_that_diverges_at_once_says_so() -> None:
         find(learn, start_lr=1e6, end_lr=1e9)
 
     assert learn.validate()[0] < 100
-
-
-def test_batches_without_a_loss_do_not_count() -> None:
-    from hookkit import CancelBatchException
-
-    def cancel(cb: Any) -> None:
-        if cb.learn.iter % 2:
-            raise CancelBatchException
-
-    found = find(learner(Callback(before_batch=cancel)))
-
-    assert len(found.lrs) == len(found.losses) == 20
 
 
 def fastais_valley(losses: Any) -> int:
@@ -198,24 +199,6 @@ def test_the_valley_is_fastais() -> None:
             for _ in range(10):
                 losses = rng.normal(size=n) + slope * np.arange(n)
                 assert valley(losses) == fastais_valley(losses)
-
-
-# --- pictures
-
-
-def test_its_picture_has_the_suggestion_and_is_drawn_by_default() -> None:
-    plt = pytest.importorskip("matplotlib.pyplot")
-
-    found = learner().lr_find(num_it=60)
-    (number,) = plt.get_fignums()
-    ax = plt.figure(number).axes[0]
-    curve, point = ax.lines
-    plt.close("all")
-
-    assert ax.get_xscale() == "log"
-    assert len(curve.get_xdata()) == len(found.lrs) - 5
-    assert point.get_xdata() == [found.valley]
-    assert ax.get_legend().texts[0].get_text() == f"suggested: {found.valley:.2g}"
 
 
 # --- predict

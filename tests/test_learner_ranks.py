@@ -118,11 +118,7 @@ def predicted(learn: Any, **options: Any) -> list[Any]:
 
 
 def recorders() -> list[Any]:
-    return [
-        ActivationStats(with_hist=True, units=True),
-        GradientStats(),
-        ParamStats(),
-    ]
+    return [ActivationStats(with_hist=True, units=True), GradientStats(), ParamStats()]
 
 
 def stop(cb: Any) -> None:
@@ -203,13 +199,10 @@ def refused(learner: Any) -> None:
         learner(None).distrib_ctx(cpu=True, fsdp_plugin=plugin).__enter__()
     part = DataLoader(data(40), BS, sampler=SubsetRandomSampler(range(11)))
     said = "A validation loader has another length, so they may count"
-    with pytest.warns(HookkitWarning, match=said), context(learner(part)):
-        pass
-    with (
-        pytest.warns(HookkitWarning, match=said),
-        context(learner(DataLoader(Stream(N), BS)), dispatch_batches=False),
-    ):
-        pass
+    own_parts = context(learner(DataLoader(Stream(N), BS)), dispatch_batches=False)
+    for block in (context(learner(part)), own_parts):
+        with pytest.warns(HookkitWarning, match=said), block:
+            pass
 
 
 @pytest.fixture(scope="module")
@@ -226,22 +219,17 @@ def close(got: Any, want: Any) -> None:
 
 
 @pytest.mark.parametrize("case", [*loaders(), "split"])
-def test_losses_and_metrics_are_those_of_the_data_set(seen: Any, case: str) -> None:
-    want = validated(learner(loaders()["13 rows" if case == "split" else case]), "")
+def test_losses_and_metrics_are_those_of_the_data_set_and_predictions_whole(
+    seen: Any, case: str
+) -> None:
+    loader = loaders()["13 rows" if case == "split" else case]
+    want = validated(learner(loader), "")
 
     for found in seen:
         close(found[case], want)
         assert found[case] == seen[0][case]
-
-
-@pytest.mark.parametrize("case", loaders())
-def test_predictions_are_whole_and_in_order_on_every_rank(seen: Any, case: str) -> None:
-    for found in seen:
-        close(found[f"predictions, {case}"], predicted(learner(loaders()[case])))
-
-
-def test_predictions_of_other_loaders_are_whole_too(seen: Any) -> None:
-    for found in seen:
+        if case != "split":  # in order, too
+            close(found[f"predictions, {case}"], predicted(learner(loader)))
         close(found["given"], predicted(learner(None), dl=DataLoader(data(7), 3)))
         close(found["of training"], predicted(learner(None), ds_idx=0))
 
@@ -260,7 +248,9 @@ def test_training_losses_are_means_over_ranks(seen: Any) -> None:
 
 
 @pytest.mark.parametrize("which", ["whole", "cancelled", "rescued"])
-def test_every_rank_reads_the_whole_by_itself(seen: Any, which: str) -> None:
+def test_every_rank_reads_the_whole_and_what_was_not_gathered_names_its_rank(
+    seen: Any, which: str
+) -> None:
     runs = [found["recorded"][which] for found in seen]
     first, one = runs[0], recorded()[which]
 
@@ -271,13 +261,9 @@ def test_every_rank_reads_the_whole_by_itself(seen: Any, which: str) -> None:
     rows = first.activations.value("count", 0)[:1] / one.activations.value("count", 0)[:1]
     assert rows.tolist() == [2]
 
-
-def test_what_was_not_gathered_is_read_at_once_and_names_its_rank(seen: Any) -> None:
-    alone = "rank 0 of 2 alone; gather() on every rank merges all"
-
-    assert len(seen[0]["recorded"]["during"]) == 1
-    for text in (*seen[0]["recorded"]["during"], seen[0]["recorded"]["failed"]):
-        assert alone in text.splitlines()[0]
+    (during,) = seen[0]["recorded"]["during"]
+    for text in (during, seen[0]["recorded"]["failed"]):
+        assert "rank 0 of 2 alone; gather() on every rank merges all" in text.splitlines()[0]
 
 
 def test_ranks_learn_and_record_what_one_process_does(seen: Any) -> None:
