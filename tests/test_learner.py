@@ -44,14 +44,16 @@ def test_a_fit_is_the_plain_loop_to_the_bit() -> None:
         assert p.equal(q)
 
 
-def test_the_optimizer_is_made_once_unless_a_new_one_is_wanted() -> None:
+def test_the_optimizer_is_made_once_unless_a_new_one_is_wanted_and_no_hook_stays() -> None:
     learn = quiet()
     assert learn.opt is None
 
     learn.fit(1)
-    first = learn.opt
-    learn.fit(1)
+    first, hooks = learn.opt, dict(learn.opt._optimizer_step_post_hooks)
+    with pytest.raises(ZeroDivisionError):
+        learn.fit(1, cbs=Callback(after_step=lambda cb: 1 / 0))
     assert learn.opt is first
+    assert hooks == dict(first._optimizer_step_post_hooks) == {}
     learn.fit(1, reset_opt=True)
 
     assert learn.opt is not first
@@ -78,25 +80,24 @@ def test_the_log_is_printed_under_a_header_with_five_digits(capsys: Any) -> None
 
 def test_steps_are_counted_over_fits_and_stepped_is_of_this_batch() -> None:
     seen: list[tuple[bool, int]] = []
-    learn = quiet(cbs=Callback(after_batch=lambda cb: seen.append((cb.stepped, cb.n_steps))))
+    look = Callback(after_batch=lambda cb: seen.append((cb.stepped, cb.n_steps)))
+    learn = quiet(n_trn=4, cbs=[look, GradientAccumulation(2)])
 
-    learn.fit(1)
-    learn.fit(1)
+    learn.fit(2)
     learn.validate()
 
-    fit = [[(True, n + i) for i in (1, 2, 3)] + [(False, n + 3)] * 2 for n in (0, 3)]
-    assert seen == [*fit[0], *fit[1], (False, 6), (False, 6)]
-
-
-def test_the_step_hook_is_gone_after_a_fit_also_after_an_error() -> None:
-    learn = quiet()
-    learn.fit(1)
-    before = dict(learn.opt._optimizer_step_post_hooks)
-
-    with pytest.raises(ZeroDivisionError):
-        learn.fit(1, cbs=Callback(after_step=lambda cb: 1 / 0))
-
-    assert before == dict(learn.opt._optimizer_step_post_hooks) == {}
+    valid = [[(False, n)] * 2 for n in (2, 4)]
+    first = [(False, 0), (True, 1), (False, 1), (True, 2), *valid[0]]
+    assert seen == [*first, (False, 2), (True, 3), (False, 3), (True, 4), *valid[1], *valid[1]]
+    run = learn.run_record()
+    assert run.losses.shape == (4,)
+    assert np.isfinite(run.losses).all()
+    assert [(row["epoch"], row["step"]) for row in run.valid] == [(0, 1), (1, 3)]
+    assert (run.info["optimizer"], run.info["model"]) == ("SGD", "RegModel")
+    text = learn.show_training_loop()
+    assert repr(text) == str(text)
+    assert "after_batch: [TrainEvalCallback, Callback" in text
+    assert text.index("before_fit") < text.index("before_train") < text.index("after_batch")
 
 
 @pytest.mark.parametrize("put_in", [False, True])
@@ -222,32 +223,11 @@ def test_a_generator_is_used_up_and_reported() -> None:
 # --- the loss
 
 
-def test_the_loss_function_is_taken_from_the_dataset() -> None:
-    class Own(TensorDataset):
-        loss_func = staticmethod(nn.functional.l1_loss)
-
-    t = torch.ones(4, 1)
-    dls = DataLoaders(DataLoader(Own(t, t), 2))
-
-    assert plain(dls, RegModel()).loss_func is nn.functional.l1_loss
-
-
 def test_training_without_a_loss_or_without_targets_is_reported() -> None:
     with pytest.raises(ModelRunError, match=r"Training needs a loss; .*Give Learner\(…, loss"):
         plain(synth_dbunch(), RegModel()).fit(1)
     with pytest.raises(ModelRunError, match=r"the batch has no target: \(4×1,\) is all input"):
         quiet(data=([torch.ones(4, 1)] * 2, None)).fit(1)
-
-
-def test_a_callback_may_give_the_loss() -> None:
-    def give(self: Any) -> None:
-        self.learn.loss_grad = (self.pred - self.x).pow(2).mean()
-
-    learn = quiet(data=([torch.ones(4, 1)] * 2, None), cbs=Callback(after_loss=give))
-
-    learn.fit(1)
-
-    assert learn.n_steps == 2
 
 
 @pytest.mark.parametrize(("loss", "said"), [(3.0, "3.0"), ((torch.ones(()), 1), "(scalar, 1)")])
@@ -256,40 +236,48 @@ def test_a_loss_that_is_no_tensor_is_reported(loss: Any, said: str) -> None:
         quiet(loss_func=lambda pred, y: loss).fit(1)
 
 
-def test_a_loss_that_is_not_reduced_keeps_pytorchs_error_and_says_what_it_was() -> None:
+def test_the_loss_is_the_datasets_or_a_callbacks_and_one_not_reduced_is_named() -> None:
+    class Own(TensorDataset):
+        loss_func = staticmethod(nn.functional.l1_loss)
+
+    def give(self: Any) -> None:
+        self.learn.loss_grad = (self.pred - self.x).pow(2).mean()
+
+    t = torch.ones(4, 1)
+    assert plain(DataLoaders(DataLoader(Own(t, t), 2)), RegModel()).loss_func is Own.loss_func
+
+    learn = quiet(cbs=Callback(after_loss=give))
+    learn.dls = [t] * 2, None  # loaders set by hand
+    learn.fit(1)
+    assert learn.n_steps == 2
+
     with pytest.raises(RuntimeError, match=r"only for scalar outputs") as caught:
         quiet(loss_func=nn.MSELoss(reduction="none")).fit(1)
-
     assert caught.value.__notes__ == ["the loss was 16×1, epoch 0, batch 0 (training)"]
 
 
 # --- validate and get_preds
 
 
-def state_of(learn: Any) -> list[Any]:
-    tensors = [t.clone() for t in learn.model.state_dict().values()]
-    names = ["epoch", "n_epoch", "iter", "n_iter", "train_iter", "pct_train", "n_steps", "training"]
-    return [
-        tensors,
-        [getattr(learn, n) for n in names],
-        [m.training for m in learn.model.modules()],
-    ]
-
-
 @pytest.mark.parametrize("verb", ["validate", "get_preds"])
 @pytest.mark.parametrize("mode", [True, False])
 def test_a_pass_without_learning_changes_neither_state_nor_modes(verb: str, mode: bool) -> None:
     learn = quiet(model=nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    names = ["epoch", "n_epoch", "iter", "n_iter", "train_iter", "pct_train", "n_steps", "training"]
+
+    def state() -> list[Any]:
+        values = [t.tolist() for t in learn.model.state_dict().values()]
+        modes = [m.training for m in learn.model.modules()]
+        return [values, modes, [getattr(learn, name) for name in names]]
+
     learn.fit(1)
     learn.model.train(mode)
     learn.model[1].eval()
-    before = state_of(learn)
+    before = state()
 
     getattr(learn, verb)()
 
-    after = state_of(learn)
-    assert after[1:] == before[1:]
-    assert all(a.equal(b) for a, b in zip(after[0], before[0], strict=True))
+    assert state() == before
 
 
 def test_predictions_come_in_order_without_a_graph_and_with_what_is_asked_for() -> None:
@@ -310,18 +298,7 @@ def test_predictions_come_in_order_without_a_graph_and_with_what_is_asked_for() 
     assert learn.loss_func.reduction == "mean"
 
 
-def test_shapes_that_do_not_join_are_reported() -> None:
-    data = [(torch.ones(2, n), torch.ones(2)) for n in (3, 4)]
-    learn = plain((data, data), nn.Identity())
-
-    with pytest.raises(RuntimeError, match="Sizes of tensors must match") as caught:
-        learn.get_preds()
-
-    assert "get_preds(…, concat_dim=None) gives lists" in caught.value.__notes__[0]
-    assert [p.shape for p in learn.get_preds(concat_dim=None)[0]] == [(2, 3), (2, 4)]
-
-
-def test_predictions_of_a_model_that_reuses_its_output_are_kept_apart() -> None:
+def test_predictions_of_any_shapes_or_of_a_reused_output_are_kept_apart() -> None:
     class Reuses(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -331,10 +308,15 @@ def test_predictions_of_a_model_that_reuses_its_output_are_kept_apart() -> None:
             return self.buffer.copy_(x)
 
     data = [(torch.full((2, 1), float(i)), torch.zeros(2)) for i in range(3)]
-
     preds, _ = plain((data, data), Reuses()).get_preds()
-
     assert preds.flatten().tolist() == [0, 0, 1, 1, 2, 2]
+
+    data = [(torch.ones(2, n), torch.ones(2)) for n in (3, 4)]
+    learn = plain((data, data), nn.Identity())
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match") as caught:
+        learn.get_preds()
+    assert "get_preds(…, concat_dim=None) gives lists" in caught.value.__notes__[0]
+    assert [p.shape for p in learn.get_preds(concat_dim=None)[0]] == [(2, 3), (2, 4)]
 
 
 def test_validate_takes_a_loader_by_number_or_by_itself() -> None:
@@ -345,75 +327,36 @@ def test_validate_takes_a_loader_by_number_or_by_itself() -> None:
     assert learn.validate(0) != learn.validate(1)
 
 
-def test_validating_in_mid_training_leaves_the_batch_alone() -> None:
-    seen: list[bool] = []
-
-    def look(cb: Any) -> None:
-        before = (cb.xb, cb.yb, cb.pred, cb.loss, cb.iter, cb.n_iter, cb.training, cb.dl)
-        cb.learn.validate()
-        after = (cb.xb, cb.yb, cb.pred, cb.loss, cb.iter, cb.n_iter, cb.training, cb.dl)
-        seen.append(all(a is b or a == b for a, b in zip(before, after, strict=True)))
-
-    cb = Callback(after_loss=look)
-    cb.run_valid = False
-    log = EventLog("before_fit", "after_fit", "before_epoch")
-    learn = quiet(cbs=[cb, log])
-
-    learn.fit(1)
-
-    assert seen == [True] * 3
-    assert learn.n_steps == 3
-    assert log.seen == ["before_fit", "before_epoch", "after_fit"]
-
-
 @pytest.mark.parametrize("ask", ["validate", "get_preds"])
 @pytest.mark.parametrize("event", ["before_batch", "after_pred", "after_loss", "after_step"])
-def test_validating_during_a_batch_leaves_its_record_alone(event: str, ask: str) -> None:
-    def recorded(**events: Any) -> list[Any]:
+def test_validating_during_a_batch_leaves_it_and_its_record_alone(event: str, ask: str) -> None:
+    def now(cb: Any) -> tuple[Any, ...]:
+        return (cb.xb, cb.yb, cb.pred, cb.loss, cb.iter, cb.n_iter, cb.training, cb.dl)
+
+    def asks(cb: Any) -> None:
+        before = now(cb)
+        getattr(cb.learn, ask)()
+        assert all(a is b or a == b for a, b in zip(now(cb), before, strict=True))
+
+    def recorded(*more: Callback) -> list[Any]:
         cbs = [ActivationStats(modules=""), GradientStats(modules="")]
         torch.manual_seed(0)
         sums = HookCallback("", hook=lambda m, i, o: o.sum())
+        log = EventLog("before_fit", "after_fit", "before_epoch")
         batches = [(torch.randn(4, 1), torch.randn(4, 1)) for _ in range(3)]
-        both = [*cbs, sums, *one(events)]
+        both = [*cbs, sums, log, *more]
         learn = plain((batches, batches), RegModel(), loss_func=nn.MSELoss(), cbs=both)
         learn.fit(2)
-        own = [cb.record().values for cb in cbs]
-        return [*own, sums.hooks.stored[0]]
+        assert log.seen == ["before_fit", "before_epoch", "before_epoch", "after_fit"]
+        return [*(cb.record().values for cb in cbs), sums.hooks.stored[0]]
 
-    def one(events: dict[str, Any]) -> list[Any]:
-        cb = Callback(**events)
-        cb.run_valid = False
-        return [cb] if events else []
+    cb = Callback(**{event: asks})
+    cb.run_valid = False
 
-    alone, asked = recorded(), recorded(**{event: lambda cb: getattr(cb.learn, ask)()})
+    alone, asked = recorded(), recorded(cb)
 
     torch.testing.assert_close(asked, alone, rtol=0, atol=0, equal_nan=True)
     assert asked[0]["count"].shape == (1, 6)
-
-
-# --- looking
-
-
-def test_the_training_loop_shows_events_and_who_listens() -> None:
-    text = quiet(cbs=EventLog("after_pred")).show_training_loop()
-
-    assert repr(text) == str(text)
-    assert "after_pred: [EventLog]" in text
-    assert text.index("before_fit") < text.index("before_train") < text.index("after_pred")
-
-
-def test_a_run_record_holds_losses_by_step_and_rows_by_epoch() -> None:
-    learn = quiet(n_trn=4, cbs=GradientAccumulation(2))
-
-    learn.fit(2)
-    run = learn.run_record()
-
-    assert run.losses is not None
-    assert run.losses.shape == (4,)
-    assert np.isfinite(run.losses).all()
-    assert [(row["epoch"], row["step"]) for row in run.valid] == [(0, 1), (1, 3)]
-    assert run.info["optimizer"] == "SGD"
-    assert run.info["model"] == "RegModel"
 
 
 # --- arguments
@@ -476,16 +419,6 @@ def test_with_learn_takes_down_what_it_set_up_also_if_it_cannot_begin() -> None:
         pass
 
     assert n_hooks(learn.model) == 0
-
-
-def test_loaders_set_by_hand_are_what_a_learner_takes() -> None:
-    learn = quiet()
-    batch = torch.ones(2, 1), torch.ones(2, 1)
-
-    learn.dls = [batch] * 2, None
-    learn.fit(1)
-
-    assert learn.n_steps == 2
 
 
 @pytest.mark.parametrize(
@@ -579,7 +512,7 @@ def test_on_cuda_no_batch_waits_for_the_device(cuda: torch.device) -> None:
 # --- predictions of the training data
 
 
-def test_the_training_data_are_predicted_in_order_and_whole() -> None:
+def test_the_training_data_are_predicted_in_order_and_whole_or_as_the_users_sampler_says() -> None:
     x = torch.arange(12.0)[:, None]
     ds, seen = TensorDataset(x, x), list[float]()
     learn = plain((DataLoader(ds, 5, shuffle=True, drop_last=True), None), RegModel())
@@ -594,13 +527,8 @@ def test_the_training_data_are_predicted_in_order_and_whole() -> None:
     assert len(seen) == 10
     assert seen != sorted(seen)
 
-
-def test_a_sampler_of_the_users_says_what_is_predicted() -> None:
-    x = torch.arange(6.0)[:, None]
-    loader = DataLoader(TensorDataset(x, x), 2, sampler=[4, 1, 5], drop_last=True)
-
-    _, y = plain((loader, None), RegModel()).get_preds(ds_idx=0)
-
+    chosen = DataLoader(ds, 2, sampler=[4, 1, 5], drop_last=True)
+    _, y = plain((chosen, None), RegModel()).get_preds(ds_idx=0)
     assert y.flatten().tolist() == [4, 1, 5]
 
 

@@ -271,6 +271,26 @@ def test_an_optimizer_that_steps_more_rarely_than_another_is_recorded():
         assert np.isfinite(grads.record().value("rms", name)).sum() == n
 
 
+def test_another_watcher_another_model_and_copies_made_meanwhile_are_left_alone():
+    model, opt, log = logged()
+    other, waiting = net(), watch(model, opt, log)
+
+    with watch(model, log) as w:
+        with pytest.raises(HookError, match="its own: Log"):
+            waiting.start()
+        with pytest.raises(HookError, match="its own: Log"):
+            watch(model, opt, log)
+        twin, thawed = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        twin(batches()[0])
+        thawed(batches()[0])
+        train(other, sgd(other))
+        train(model, opt, 1)
+
+    assert (w.n_steps, w.opt, log.cleaned) == (1, opt, 1)
+    assert log.events == OPEN + BATCH + CLOSE
+    assert n_hooks(model, opt) == 0
+
+
 class Fancy(torch.optim.SGD):
     """An optimizer whose step is its base's and more: PyTorch runs the hooks of both."""
 
@@ -303,32 +323,6 @@ def test_a_step_within_a_step_is_one_step(make: Any):
         train(model, opt, 2)
 
     assert log.events == OPEN + BATCH * 2 + CLOSE
-
-
-def test_a_callback_in_two_running_watchers_is_refused():
-    model, opt, log = logged()
-    other = watch(model, opt, log)
-
-    with watch(model, opt, log):
-        with pytest.raises(HookError, match="its own: Log"):
-            other.start()
-        with pytest.raises(HookError, match="its own: Log"):
-            watch(model, opt, log)
-        train(model, opt, 1)
-
-    assert log.events == OPEN + BATCH + CLOSE
-    assert log.cleaned == 1
-
-
-def test_the_optimizer_of_another_model_is_ignored():
-    model, other, seen = net(), net(), Seen()
-
-    with watch(model, seen) as w:
-        train(other, sgd(other))
-        train(model, made_later := sgd(model), 1)
-
-    assert (len(seen.rows), w.opt) == (1, made_later)
-    assert n_hooks(model, made_later) == 0
 
 
 def test_each_forward_can_be_a_step():
@@ -432,10 +426,17 @@ def test_a_failed_or_cancelled_batch_is_raised_to_the_loop_which_may_go_on():
     assert log.events == [*OPEN, *["before_batch", "after_cancel_batch"] * 2, *BATCH, *CLOSE]
 
 
-def test_cancel_fit_ends_the_block_quietly():
+def test_cancel_step_leaves_the_weights_alone_and_cancel_fit_ends_the_block_quietly():
     model, opt, log = logged()
+    before = copy.deepcopy(model.state_dict())
+    cancel = raising("before_step", CancelStepException)
 
-    with watch(model, opt, log, raising("after_step", CancelFitException)) as w:
+    with watch(model, opt, log, cancel) as w:
+        train(model, opt, 1)
+        assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
+        assert (w.n_steps, log.events[-2:]) == (0, ["before_step", "after_cancel_step"])
+        w.loop.remove_cb(cancel)
+        w.loop.add_cb(raising("after_step", CancelFitException))
         train(model, opt)
         raise AssertionError("not reached")
 
@@ -443,32 +444,6 @@ def test_cancel_fit_ends_the_block_quietly():
     ends = ["after_cancel_fit", "after_batch", "after_train", "after_epoch", "after_fit"]
     assert log.events[-5:] == ends
     assert n_hooks(model, opt) == 0
-
-
-def test_cancel_step_leaves_the_weights_alone():
-    model, log = net(), Log()
-    opt = sgd(model, momentum=0.9, weight_decay=0.1)
-    before = copy.deepcopy(model.state_dict())
-
-    with watch(model, opt, log, raising("before_step", CancelStepException)) as w:
-        train(model, opt, 1)
-
-    assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
-    assert w.n_steps == 0
-    assert "after_cancel_step" in log.events
-    assert "after_step" not in log.events
-
-
-def test_copies_and_pickles_made_meanwhile_are_inert():
-    model, opt, log = logged()
-
-    with watch(model, opt, log):
-        twin, thawed = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-        n = len(log.events)
-        twin(batches()[0])
-        thawed(batches()[0])
-
-        assert len(log.events) == n
 
 
 class OwnSGD:
