@@ -91,16 +91,25 @@ def test_it_trains_as_torchs_own_recipe_does(mode: str, n_acc: int, max_norm: fl
 
 
 @pytest.mark.parametrize("mode", ["fp16", "bf16"])
-def test_layers_run_in_half_precision_and_predictions_are_float32(mode: str) -> None:
+def test_layers_run_in_half_precision_also_after_a_validation_within_a_batch(mode: str) -> None:
     seen: list[Any] = []
-    learn = learner(MixedPrecision(mode), valid=BATCHES)
+    within: list[bool] = []
+
+    def check(cb: Any) -> None:
+        cb.learn.validate()
+        within.append(torch.is_autocast_enabled("cpu"))
+
+    inner = Callback(after_pred=check)
+    inner.run_valid = False
+    learn = learner(MixedPrecision(mode), inner, valid=BATCHES[:1])
     learn.model[0].register_forward_hook(lambda m, i, o: seen.append(o.dtype))
 
     learn.fit(1)
     preds, _ = learn.get_preds()
 
-    half = torch.float16 if mode == "fp16" else torch.bfloat16
-    assert seen == [half] * 18
+    assert seen == [torch.float16 if mode == "fp16" else torch.bfloat16] * (6 + 6 + 1 + 1)
+    assert within == [True] * 6
+    assert not torch.is_autocast_enabled("cpu")
     assert preds.dtype is torch.float32
     assert {p.dtype for p in learn.model.parameters()} == {torch.float32}
 
@@ -161,23 +170,6 @@ def test_everything_is_as_before_however_the_fit_ends(error: Any) -> None:
     assert not torch.is_autocast_enabled("cpu")
     with learn.autocast():
         assert learn.model(X).dtype is torch.float32
-
-
-def test_a_validation_within_a_batch_leaves_the_batch_in_half_precision() -> None:
-    seen: list[Any] = []
-
-    def check(cb: Any) -> None:
-        cb.learn.validate()
-        seen.append(torch.is_autocast_enabled("cpu"))
-
-    inner = Callback(after_pred=check)
-    inner.run_valid = False
-    learn = learner(MixedPrecision("bf16"), inner, valid=BATCHES[:1])
-
-    learn.fit(1)
-
-    assert seen == [True] * len(BATCHES)
-    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_what_would_do_nothing_is_an_error_with_the_cure() -> None:

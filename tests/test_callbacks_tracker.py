@@ -40,29 +40,20 @@ def score(pred: Any, y: Any) -> float:
 # --- what is best
 
 
-def test_a_loss_is_better_when_less_and_a_metric_when_greater() -> None:
-    assert TrackerCallback().comp(1.0, 2.0)
+@pytest.mark.parametrize(("delta", "best"), [(0.0, 2), (0.5, 1)])
+def test_it_knows_the_best_epoch_which_is_better_by_min_delta(delta: float, best: int) -> None:
+    values = [1.0, 3.2, 3.5, 3.4]
+    learn = scripted(values, cbs=TrackerCallback("score", min_delta=delta))
+
+    learn.fit(4)
+
+    tracker = learn.tracker
+    assert (tracker.best, tracker.best_epoch, tracker.new_best) == (values[best], best, False)
+    assert repr(tracker) == f"TrackerCallback(score, best {values[best]:g} in epoch {best})"
+    assert TrackerCallback().comp(1.0, 2.0)  # a loss is better when less, a metric when greater
     assert TrackerCallback("error_rate").comp(1.0, 2.0)
     assert TrackerCallback("accuracy").comp(2.0, 1.0)
     assert TrackerCallback("score", comp=np.less).comp(1.0, 2.0)
-
-
-def test_it_knows_the_best_epoch() -> None:
-    learn = scripted([1.0, 3.0, 2.0], cbs=TrackerCallback("score"))
-
-    learn.fit(3)
-
-    assert (learn.tracker.best, learn.tracker.best_epoch, learn.tracker.new_best) == (3.0, 1, False)
-    assert repr(learn.tracker) == "TrackerCallback(score, best 3 in epoch 1)"
-
-
-@pytest.mark.parametrize(("delta", "best"), [(0.0, 1.2), (0.15, 1.2), (0.25, 1.0)])
-def test_a_best_is_better_by_min_delta(delta: float, best: float) -> None:
-    learn = scripted([1.0, 1.2], cbs=TrackerCallback("score", min_delta=delta))
-
-    learn.fit(2)
-
-    assert learn.tracker.best == best
 
 
 def test_nan_is_never_the_best_and_a_cancelled_validation_is_not_judged() -> None:
