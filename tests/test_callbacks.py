@@ -16,28 +16,24 @@ from hookkit.callbacks import (
     SchedulerCallback,
 )
 from hookkit.errors import MissingExtraError, OptionError
-from hookkit.testing import mlp, synth_learner
+from hookkit.testing import RegModel, mlp, synth_learner
 
 # --- TrainEvalCallback
 
 
-def test_modes_follow_the_part() -> None:
-    modes: list[tuple[bool, bool]] = []
-    cb = Callback(after_pred=lambda cb: modes.append((cb.training, cb.learn.model.training)))
-    learn = quiet(n_trn=1, n_val=1, cbs=cb)
+def test_modes_follow_the_part_and_training_batches_of_the_fit_are_counted() -> None:
+    class Stateful(RegModel):
+        resets = 0
 
-    learn.fit(1)
+        def reset(self) -> None:
+            self.resets += 1
 
-    assert modes == [(True, True), (False, False)]
-    assert not learn.training
-    assert not learn.model.training
-
-
-def test_train_iter_and_pct_train_count_training_batches_of_the_fit() -> None:
     seen: list[tuple[int, float]] = []
-    cb = Callback(before_batch=lambda cb: seen.append((cb.train_iter, round(cb.pct_train, 6))))
-    cb.run_valid = False
-    learn = quiet(n_trn=2, cbs=cb)
+    modes: list[tuple[bool, bool]] = []
+    count = Callback(before_batch=lambda cb: seen.append((cb.train_iter, round(cb.pct_train, 6))))
+    look = Callback(after_pred=lambda cb: modes.append((cb.training, cb.learn.model.training)))
+    count.run_valid = False
+    learn = quiet(n_trn=2, n_val=1, model=Stateful(), cbs=[count, look])
 
     learn.fit(2)
     learn.validate()
@@ -46,21 +42,11 @@ def test_train_iter_and_pct_train_count_training_batches_of_the_fit() -> None:
     assert seen == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75), (0, 0.0), (1, 0.5)]
     assert learn.train_iter == 2
     assert learn.pct_train == pytest.approx(1)
-
-
-def test_a_fit_resets_a_model_that_can_be_and_a_validation_does_not() -> None:
-    class Stateful(nn.Linear):
-        resets = 0
-
-        def reset(self) -> None:
-            self.resets += 1
-
-    learn = quiet(model=Stateful(1, 1))
-
-    learn.fit(2)
-    learn.validate()
-
-    assert learn.model.resets == 1
+    train, valid = (True, True), (False, False)
+    assert modes == [train, train, valid] * 2 + [valid] + [train, train, valid]
+    assert not learn.training
+    assert not learn.model.training
+    assert learn.model.resets == 2  # once for each fit, and by no validation
 
 
 # --- GradientAccumulation
@@ -100,9 +86,6 @@ def test_no_step_event_fires_between_and_what_is_left_is_stepped_with() -> None:
     learn.remove_cb(GradientAccumulation)
     learn.fit(1)
     assert learn.n_steps == 3 + 5
-
-
-def test_accumulation_over_no_batch_is_refused() -> None:
     with pytest.raises(OptionError, match=r"GradientAccumulation\(n_acc=0\).* whole number from 1"):
         GradientAccumulation(0)
 
@@ -282,24 +265,6 @@ def test_rows_are_printed_as_without_the_bar_which_shows_in_a_terminal_and_is_cl
     assert learn.progress._bar is None
 
 
-def test_the_logger_comes_back_after_an_error(capsys: Any) -> None:
-    pytest.importorskip("tqdm")
-    learn = synth_learner(cbs=[ProgressCallback, Callback(after_batch=lambda cb: 1 / 0)])
-
-    with pytest.raises(ZeroDivisionError):
-        learn.fit(1)
-
-    assert learn.logger is print
-    assert learn.progress._bar is None
-
-
-def test_without_tqdm_the_pip_command_is_reported(monkeypatch: Any) -> None:
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-
-    with pytest.raises(MissingExtraError, match=r'pip install "hookkit\[progress\]"'):
-        ProgressCallback()
-
-
 def test_the_progress_reads_no_loss_by_the_batch(monkeypatch: Any) -> None:
     pytest.importorskip("tqdm")
     learn = quiet(n_trn=50, cbs=ProgressCallback)
@@ -312,7 +277,9 @@ def test_the_progress_reads_no_loss_by_the_batch(monkeypatch: Any) -> None:
     assert len(reads) < 10
 
 
-def test_a_validation_in_mid_fit_leaves_the_bar_alone(monkeypatch: Any) -> None:
+def test_a_validation_in_mid_fit_leaves_the_bar_alone_and_an_error_closes_it(
+    monkeypatch: Any,
+) -> None:
     pytest.importorskip("tqdm")
     opened: list[str] = []
 
@@ -327,7 +294,14 @@ def test_a_validation_in_mid_fit_leaves_the_bar_alone(monkeypatch: Any) -> None:
     monkeypatch.setattr("tqdm.auto.tqdm", Bar)
     look = Callback(after_batch=lambda cb: cb.training and cb.learn.validate())
     learn = quiet(n_trn=2, cbs=[look, ProgressCallback])
+    logger = learn.logger
 
     learn.fit(1)
-
     assert opened == ["epoch 1/1 train", "epoch 1/1 valid"]
+    with pytest.raises(ZeroDivisionError):
+        learn.fit(1, cbs=Callback(after_batch=lambda cb: 1 / 0))
+    assert (learn.logger, learn.progress._bar) == (logger, None)
+
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "hookkit\[progress\]"'):
+        ProgressCallback()
