@@ -162,31 +162,23 @@ def test_a_notebook_shows_one_output_with_picture_and_findings(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.usefixtures("always")
-def test_if_a_look_fails_it_warns_once_and_the_training_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
+def test_if_a_look_fails_it_warns_once_and_after_an_error_in_the_loop_it_looks_no_more(
+    monkeypatch: pytest.MonkeyPatch, always: list[int]
 ) -> None:
     def fails(run: Any) -> Any:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(live, "diagnose", fails)
-
-    with pytest.warns(HookkitWarning, match=r"ShowHealth shows nothing more: .*no") as caught:
-        w = watched(*stats(), ShowHealth(1e-6), n=4)
-
-    assert len(caught) == 1
-    assert w.n_steps == 4
-
-
-def test_after_an_error_in_the_loop_it_looks_no_more(always: list[int]) -> None:
     cb = ShowHealth(3600)
     cb.before_fit = lambda: (ShowHealth.before_fit(cb), 1 / 0)  # type: ignore[method-assign]
-
     with pytest.raises(ZeroDivisionError):
         watched(*stats(), cb)
-
     assert always == []
-    assert cb._next == float("inf")
+
+    monkeypatch.setattr(live, "diagnose", fails)
+    with pytest.warns(HookkitWarning, match=r"ShowHealth shows nothing more: .*no") as caught:
+        w = watched(*stats(), ShowHealth(1e-6), n=4)
+    assert len(caught) == 1
+    assert w.n_steps == 4
 
 
 @pytest.mark.parametrize("every_s", [0, "5", float("nan")])
@@ -196,10 +188,7 @@ def test_the_seconds_between_looks_are_a_number_above_0(every_s: Any) -> None:
 
 
 def test_show_adds_recorders_where_there_are_none() -> None:
-    model = net()
-    opt = torch.optim.SGD(model.parameters(), lr=0.05)
-
-    with watch(model, opt, show=True) as w:
+    with watch(net(), show=True) as w:
         names = {type(cb).__name__ for cb in w.cbs}
 
     assert {"ActivationStats", "ParamStats", "ShowHealth"} <= names
