@@ -141,17 +141,15 @@ def test_what_both_parts_recorded_is_joined_to_the_whole(tmp_path: Path) -> None
             torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
-def within_epoch(learn: Any) -> None:
-    learn.fit(1, cbs=Callback(after_train=lambda cb: cb.learn.save("run")))
-
-
 @pytest.mark.parametrize(
     ("write", "said"),
     [
         (lambda learn: None, r"run.pth does not exist. The folder has other\."),
         (lambda learn: learn.save("run", with_opt=False), "saved without the optimizer"),
-        (lambda learn: learn.save("run"), "saved without the optimizer, or within an epoch"),
-        (within_epoch, r"or within an epoch\. Use a file that learn.save wrote in `after_epoch`"),
+        (
+            lambda learn: learn.fit(1, cbs=Callback(after_train=lambda cb: cb.learn.save("run"))),
+            r"or within an epoch\. Use a file that learn.save wrote in `after_epoch`",
+        ),
         (lambda learn: (learn.fit(5), learn.save("run")), "5 epochs are done in it, of 4 in all"),
         (
             lambda learn: (learn.fit_one_cycle(4), learn.save("run")),
@@ -175,14 +173,11 @@ def test_a_file_that_a_fit_cannot_go_on_from_is_refused(
 
 
 def test_saving_before_the_schedule_has_its_epoch_is_refused_with_the_cure(tmp_path: Path) -> None:
-    class Early(Callback):
-        def after_epoch(self) -> None:
-            self.learn.save("run")
-
+    early = Callback(after_epoch=lambda cb: cb.learn.save("run"))
     half = SchedulerCallback(lambda opt, n: StepLR(opt, 1, 0.5), by_epoch=True)
 
     with pytest.raises(OptionError, match=r"SchedulerCallback comes later.* `order = 61`"):
-        learner(tmp_path).fit(1, cbs=[Early(), half])
+        learner(tmp_path).fit(1, cbs=[early, half])
 
 
 def test_weights_and_optimizer_are_loaded_or_a_state_dict_alone(tmp_path: Path) -> None:
@@ -201,33 +196,20 @@ def test_weights_and_optimizer_are_loaded_or_a_state_dict_alone(tmp_path: Path) 
         quiet(path=tmp_path).load("best")
 
 
-def test_a_file_has_the_plain_models_names(tmp_path: Path) -> None:
-    learn = learner(tmp_path)
+def test_a_file_is_found_as_its_path_is_written_and_has_the_plain_models_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    learn = Learner(None, nn.Linear(2, 1))
+    learn.create_opt()
     names = list(learn.model.state_dict())
     learn.model = torch.compile(learn.model, backend="eager")
 
     file = learn.save("run")
 
+    assert file == Path("models/run.pth")
     assert list(torch.load(file, weights_only=True)["model"]) == names
-    learner(tmp_path).load("run")
-
-
-def test_a_path_with_its_folder_is_found_as_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    learn = quiet()
-
-    assert learn.save("run") == Path("models/run.pth")
-
-    learn.load("models/run")
-    learn.load(Path("models/run.pth"))
+    for path in ("run", "models/run", file):
+        learn.load(path)
     with pytest.raises(OptionError, match=r"load: models/rum\.pth does not exist\..* has run\."):
         learn.load("rum")
-
-
-def test_a_learner_without_data_saves_and_loads(tmp_path: Path) -> None:
-    learn = Learner(None, nn.Linear(2, 1), path=tmp_path)
-    learn.create_opt()
-
-    learn.load(learn.save("run"))
