@@ -96,29 +96,31 @@ def trainable(learn: Any) -> list[bool]:
     return [p.requires_grad for p in learn.model.parameters()]
 
 
-def test_freezing_goes_by_group() -> None:
-    learn = two_groups()
+def test_freezing_goes_by_group_and_frozen_weights_do_not_move() -> None:
+    learn = two_groups(wd=0.1)
 
-    learn.freeze()
-    assert (trainable(learn), learn.frozen_idx) == ([False, False, True, True], 1)
-    learn.unfreeze()
-    assert (trainable(learn), learn.frozen_idx) == ([True] * 4, 0)
     learn.freeze_to(2)
     assert (trainable(learn), learn.frozen_idx) == ([False] * 4, 2)
+    learn.unfreeze()
+    assert (trainable(learn), learn.frozen_idx) == ([True] * 4, 0)
+    learn.fit(1)
+    learn.freeze()
+    assert (trainable(learn), learn.frozen_idx) == ([False, False, True, True], 1)
+
+    before = [p.clone() for p in learn.model.parameters()]
+    learn.fit(2)
+    same = [p.equal(q) for p, q in zip(before, learn.model.parameters(), strict=True)]
+    assert same == [True, True, False, False]
+
+
+def test_a_group_that_is_not_there_and_freezing_inside_of_distrib_ctx_are_refused() -> None:
+    learn = two_groups()
     with pytest.raises(OptionError, match=r"n=5.*from -2 to 2"):
         learn.freeze_to(5)
 
-
-def test_frozen_weights_do_not_move() -> None:
-    learn = two_groups(wd=0.1)
-    learn.fit(1)
-    learn.freeze()
-    before = [p.clone() for p in learn.model.parameters()]
-
-    learn.fit(2)
-
-    same = [p.equal(q) for p, q in zip(before, learn.model.parameters(), strict=True)]
-    assert same == [True, True, False, False]
+    pytest.importorskip("accelerate")
+    with learn.distrib_ctx(cpu=True), pytest.raises(OptionError, match="call it before"):
+        learn.freeze()
 
 
 @pytest.mark.parametrize(
@@ -133,11 +135,3 @@ def test_batch_norms_in_frozen_groups_learn_by_default(
     learn.freeze()
 
     assert trainable(learn)[:3] == expected
-
-
-def test_freezing_inside_of_distrib_ctx_is_refused() -> None:
-    pytest.importorskip("accelerate")
-    learn = two_groups()
-
-    with learn.distrib_ctx(cpu=True), pytest.raises(OptionError, match="call it before"):
-        learn.freeze()
