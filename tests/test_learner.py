@@ -212,14 +212,6 @@ def test_a_loader_whose_length_raises_is_one_without_a_length() -> None:
         learn.fit_one_cycle(1)
 
 
-def test_a_generator_is_used_up_and_reported() -> None:
-    batches = (b for b in [(torch.ones(2, 1), torch.ones(2, 1))] * 3)
-    learn = quiet(data=(batches, None))
-
-    with pytest.raises(ModelRunError, match=r"gave no batch. A generator can be read only once"):
-        learn.fit(2)
-
-
 # --- the loss
 
 
@@ -363,25 +355,25 @@ def test_validating_during_a_batch_leaves_it_and_its_record_alone(event: str, as
 
 
 @pytest.mark.parametrize(
-    ("dls", "model", "said"),
+    ("dls", "model", "options", "said"),
     [
-        (synth_dbunch(), nn.Linear, "expected an nn.Module, found the class Linear"),
-        (synth_dbunch(), 3, "expected an nn.Module, found an int"),
-        (RegModel(), synth_dbunch(), r"The data come first: Learner\(dls, model, loss_func"),
-        ("data", RegModel(), r"Give DataLoaders\(train, valid\), the pair"),
-        ([1, 2, 3], RegModel(), r"Give DataLoaders\(train, valid\), the pair"),
+        (synth_dbunch(), nn.Linear, {}, "expected an nn.Module, found the class Linear"),
+        (RegModel(), synth_dbunch(), {}, r"The data come first: Learner\(dls, model, loss_func"),
+        ("data", RegModel(), {}, r"Give DataLoaders\(train, valid\), the pair"),
+        ([1, 2, 3], RegModel(), {}, r"Give DataLoaders\(train, valid\), the pair"),
+        (
+            synth_dbunch(),
+            RegModel(),
+            {"opt_func": torch.optim.SGD(RegModel().parameters(), lr=0.1)},
+            r"opt_func=SGD \( .*found a SGD",
+        ),
     ],
 )
-def test_what_is_no_model_or_no_data_is_refused(dls: Any, model: Any, said: str) -> None:
+def test_what_is_no_model_no_data_or_no_optimizer_class_is_refused(
+    dls: Any, model: Any, options: Any, said: str
+) -> None:
     with pytest.raises(ArgumentError, match=said):
-        Learner(dls, model)
-
-
-def test_an_optimizer_in_place_of_its_class_is_reported() -> None:
-    made: Any = torch.optim.SGD(RegModel().parameters(), lr=0.1)
-
-    with pytest.raises(ArgumentError, match=r"opt_func=SGD \( .*found a SGD"):
-        Learner(synth_dbunch(), RegModel(), opt_func=made)
+        Learner(dls, model, **options)
 
 
 @pytest.mark.parametrize("verb", ["fit", "fit_one_cycle"])
@@ -448,17 +440,6 @@ def test_a_fit_inside_a_fit_or_without_an_epoch_is_refused(inside: Any, said: st
         learn.fit(2, start_epoch=3)
 
 
-def test_a_batch_the_model_cannot_take_keeps_pytorchs_error_and_says_what_it_was() -> None:
-    learn = plain(([(torch.ones(2, 5), torch.ones(2, 1))], None), mlp(1, 1), loss_func=nn.MSELoss())
-
-    with pytest.raises(RuntimeError, match=r"mat1 and mat2") as caught:
-        learn.fit(1)
-
-    assert not learn.fitting
-    said = "the model was given 2×5 as its inputs, epoch 0, batch 0 (training)"
-    assert caught.value.__notes__[0].startswith(said)
-
-
 @pytest.mark.parametrize("fails", ["model", "loss_func", "opt.step"])
 def test_after_an_error_anywhere_the_next_fit_works(fails: str) -> None:
     learn = quiet()
@@ -475,6 +456,18 @@ def test_after_an_error_anywhere_the_next_fit_works(fails: str) -> None:
     learn.fit(1)
 
     assert learn.n_steps == 3
+
+
+def test_what_goes_wrong_with_a_batch_is_said_beside_pytorchs_own_error() -> None:
+    learn = plain(([(torch.ones(2, 5), torch.ones(2, 1))], None), mlp(1, 1), loss_func=nn.MSELoss())
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2") as caught:
+        learn.fit(1)
+    said = "the model was given 2×5 as its inputs, epoch 0, batch 0 (training)"
+    assert caught.value.__notes__[0].startswith(said)
+
+    batches = (b for b in [(torch.ones(2, 1), torch.ones(2, 1))] * 3)
+    with pytest.raises(ModelRunError, match=r"gave no batch. A generator can be read only once"):
+        quiet(data=(batches, None)).fit(2)
 
 
 # --- devices
