@@ -54,9 +54,8 @@ def test_a_tracker_gets_everything_once_and_in_order_every_so_many_steps() -> No
     tracker, during = Tracker(), list[int]()
     note = Callback(before_batch=lambda cb: during.append(len(tracker.steps("loss"))))
     note.run_valid = False
-    half = SchedulerCallback(lambda opt, n: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
     stats = [ActivationStats(include_paramless=True), ParamStats(every=2)]
-    learn = quiet(n_trn=5, n_val=2, lr=0.01, cbs=[LogTo(tracker, every=2), *stats, note, half])
+    learn = quiet(n_trn=5, n_val=2, cbs=[LogTo(tracker, every=2), *stats, note])
 
     learn.fit(3)
     learn.log_to(tracker)
@@ -69,8 +68,6 @@ def test_a_tracker_gets_everything_once_and_in_order_every_so_many_steps() -> No
     assert len(sent) == sum(len(data) for _, data in tracker.got)
     losses = {step: data["loss"] for step, data in tracker.got if "loss" in data}
     assert list(losses.values()) == learn.run_record().losses.tolist()
-    rates = {step: data["lr"] for step, data in tracker.got if "lr" in data}
-    assert rates == pytest.approx({step: 0.01 / 2**step for step in rates})
 
 
 def test_a_watched_loop_is_logged_too_and_not_again_by_its_watcher() -> None:
@@ -119,6 +116,20 @@ def test_the_rate_of_a_step_is_the_one_it_was_made_with(with_params: bool, in_pl
     sent = {step: values["lr"] for step, values in after.got if "lr" in values}
     assert sent == (rate if with_params else {4: rate[4]})
     assert w.run_record().info["lr"] == [1 / 16, 9 / 16]
+
+
+@pytest.mark.parametrize("with_params", [False, True])
+def test_a_learner_s_rate_is_of_the_step_too(with_params: bool) -> None:
+    tracker = Tracker()
+    half = SchedulerCallback(lambda opt, n: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
+    stats = [ParamStats()] if with_params else []
+    learn = quiet(n_trn=4, lr=1e-3, cbs=[half, LogTo(tracker, every=2), *stats])
+
+    learn.fit(1)
+
+    sent = {step: values["lr"] for step, values in tracker.got if "lr" in values}
+    steps = range(4) if with_params else (1, 3)
+    assert sent == pytest.approx({step: 1e-3 / 2**step for step in steps})
 
 
 def test_a_training_that_breaks_is_logged_up_to_there_and_by_no_copy() -> None:
