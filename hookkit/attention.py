@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.checks import check_choice, check_flag, check_module
-from hookkit.editing.edits import Calls, Function, edit_block
+from hookkit.editing.edit import Calls, Function, edit_block
 from hookkit.errors import HookError
 from hookkit.hooks.attention import AttentionHooks
 from hookkit.hooks.block import Block
@@ -103,7 +103,8 @@ def edit_attention(
     Raises:
         ArgumentError: `within` holds no modules, or `edit` is no function.
         OptionError: `calls` has what is no number of a call.
-        HookError: later, before the pattern is used: it gave another shape, or `at` is outside.
+        HookError: later, before the pattern is used: it gave another shape. Where `at` is outside,
+            PyTorch's own error, with a note.
 
     >>> from hookkit.editing import zero
     >>> layer = nn.MultiheadAttention(8, 2, batch_first=True)

@@ -30,7 +30,6 @@ from hookkit.errors import (
     ArgumentError,
     HookError,
     NeverFiredWarning,
-    OptionError,
     SelectionError,
 )
 from hookkit.hooks import hook_input, hook_output, hook_outputs
@@ -470,11 +469,14 @@ def test_patching_from_a_run_that_has_not_the_layer_or_has_not_run() -> None:
         net(torch.randn(2, 4))
 
     with (
-        pytest.raises(HookError, match=r"'2' \(Linear\): the other run has no value of that layer"),
+        pytest.raises(
+            HookError,
+            match=r"no value of this layer, only of '0' \(Linear\), '1'[^']*'2' \(Linear\)",
+        ),
         edit_outputs(select(net, "2"), patch_from(run)),
     ):
         net(torch.randn(2, 4))
-    with pytest.raises(HookError, match="no value of that layer"):  # noqa: SIM117
+    with pytest.raises(HookError, match="no value of this layer"):  # noqa: SIM117
         with edit_outputs(select(net, "2"), patch_from({"0": 1})):
             net(torch.randn(2, 4))
     idle = hook_output(net[2])
@@ -664,17 +666,3 @@ def test_doubling_each_layer_of_the_zoo_is_doubling_by_hand(entry: Entry) -> Non
 
 def doubled(t: Tensor) -> Tensor:
     return t * 2 if t.is_floating_point() or t.is_complex() else t
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: scale("a"), r"scale\('a'\).*str is no number"),
-        (lambda: add(None), r"add\(None\).*NoneType is no number"),
-        (lambda: replace("x"), r"replace\('x'\).*no value of a layer"),
-        (lambda: patch_from({}), r"a run without a single layer"),
-    ],
-)
-def test_a_ready_made_edit_of_nonsense_is_refused_where_it_is_made(make: Any, message: str) -> None:
-    with pytest.raises((ArgumentError, OptionError), match=message):
-        make()

@@ -84,7 +84,7 @@ def test_edits_at_some_calls() -> None:
     ("edits", "error", "says"),
     [
         ({"blocks.7": zero()}, OptionError, "'blocks.7', and no layer of that name among the 3"),
-        ({}, OptionError, "the dict of edits is empty"),
+        ({}, OptionError, "no module was given"),
         ({"blocks.0": zero}, ArgumentError, "makes an edit, and is none itself"),
         ({"blocks.0": 3}, ArgumentError, "must be a function"),
     ],
@@ -151,7 +151,7 @@ def test_of_one_sample_a_position_is_patched_into_all_and_other_shapes_are_refus
 
     everywhere = patched((slice(None), 6), (slice(None), 4))[:, 6]
     torch.testing.assert_close(everywhere, net(a)[:, 4].expand(3, 2))
-    with pytest.raises(HookError, match="and at is the place of"):
+    with pytest.raises(HookError, match="one position is not"):
         patched((slice(None), slice(0, 2)), (slice(None), slice(0, 3)))
-    with pytest.raises(HookError, match="out of bounds"):
+    with pytest.raises(IndexError, match="out of bounds"):
         patched((slice(None), 6), (slice(None), 5))

@@ -1,6 +1,5 @@
 """skip_module: a model runs without one of its modules."""
 
-import re
 from collections.abc import Callable
 
 import pytest
@@ -37,13 +36,6 @@ def test_a_function_gets_the_inputs() -> None:
     net, x = block(), X[None]
     with skip_module(net.fc, lambda input: 2 * input), skip_module(net.attn, lambda **kw: [0.0]):
         torch.testing.assert_close(net(x), x + 4 * x)
-
-
-def test_an_error_in_a_function_names_the_module() -> None:
-    net = block()
-    with pytest.raises(TypeError, match="unexpected") as e, skip_module(net.fc, lambda x: x):
-        net(X[None])  # which gives it the keyword `input`
-    assert [n for n in e.value.__notes__ if re.search("raised by .*lambda> on Linear", n)]
 
 
 def test_the_value_is_never_written_and_gets_its_gradient() -> None:

@@ -11,13 +11,14 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from hookkit.errors import ArgumentError, HookError, OptionError
+from hookkit.errors import ArgumentError, HookError
 from hookkit.hooks import Hook, Hooks, recomputing
 from hookkit.hooks.attach import brief
 from hookkit.hooks.functions import FunctionCall
-from hookkit.nested import describe, leaves, named_leaves, parts_of, pick, tmap
+from hookkit.nested import describe, leaves, named_leaves, pick, tmap
 
 New = Callable[[Tensor, Any], Any]
 Given = Callable[[Any, nn.Module, Any], list[Any]]
@@ -36,65 +37,45 @@ class Change:
     wants_hook = True
 
     def __init__(self, text: str, new: New, at: Any, given: Given) -> None:
-        self.text, self.new, self.at, self.given = text, new, at, given
+        self.text, self.new, self.given = text, new, given
+        self.at = ... if at is None else at
 
     def __call__(self, module: nn.Module, *seen: Any, hook: Any = None) -> Any:
         """The last argument, changed: the output, the inputs, or a gradient.
 
+        An error of PyTorch gains a note that names the layer.
+
         Raises:
-            HookError: the change does not fit the value, or finds no tensor in it; names the layer.
+            HookError: the change does not fit the value, or finds no tensor in it.
         """
         value = seen[-1]
         try:
-            if not leaves(value) and not _is_empty(value):
+            if not leaves(value):
                 raise HookError(
-                    f"hookkit finds no tensor in {describe(value)}. Give a function of it that "
-                    "returns the changed one (lambda value: …), or edit a layer before it."
+                    "hookkit finds no tensor in it. Give a function of the value that returns the "
+                    "changed one (lambda value: …), or edit a layer before it."
                 )
             others = iter(self.given(value, module, hook))
             return tmap(lambda x: self._one(x, next(others)), value)
-        except (RuntimeError, IndexError, TypeError) as e:
-            label, cure = brief(module) if hook is None else hook.label, ""
-            if not isinstance(e, HookError):
-                cure = (
-                    f". What is there is {describe(value)}. Give a number, or a tensor that fits "
-                    'it, or select one tensor of it (as "lstm[0]").'
-                )
-            raise HookError(f"{self.text} on {label}: {e}{cure}") from e
+        except Exception as e:
+            label = brief(module) if hook is None else hook.label
+            e.add_note(f"hookkit: raised by {self.text} on {label}. There is {describe(value)}.")
+            raise
 
     def _one(self, x: Tensor, other: Any) -> Tensor:
         """One tensor, changed."""
-        part = x if self.at is None else x[self.at]
         if isinstance(other, Tensor):
-            fits = _rank(other) <= _rank(x)
-            other = other.to(device=x.device, dtype=x.dtype if fits else other.dtype)
-        new = self.new(part, other)
-        if _rank(new) > _rank(x):
-            raise HookError(
-                f"{describe(new)} of fractions does not go into a tensor of {x.dtype}. Give whole "
-                "numbers."
-            )
-        if self.at is None and isinstance(new, Tensor) and new.shape == x.shape:
-            return new.to(x.dtype)
+            other = other.to(x.device)
+        new = self.new(x[self.at], other)
+        fraction = new.is_floating_point() if isinstance(new, Tensor) else isinstance(new, float)
+        if fraction and not (x.is_floating_point() or x.is_complex()):
+            raise HookError(f"{describe(new)} of fractions does not go into a tensor of {x.dtype}")
         made = x.clone()
-        made[... if self.at is None else self.at] = new
+        made[self.at] = new
         return made
 
     def __repr__(self) -> str:
         return self.text
-
-
-def _rank(x: Any) -> int:
-    """0 for whole numbers, 1 for fractions, 2 for complex ones."""
-    if isinstance(x, Tensor):
-        return 2 * x.dtype.is_complex + x.dtype.is_floating_point
-    return 2 * isinstance(x, complex) + isinstance(x, float)
-
-
-def _is_empty(x: Any) -> bool:
-    """Whether nothing is there: None, or a container of nothing."""
-    nested = isinstance(x, (tuple, list, dict))
-    return x is None or (nested and all(_is_empty(part) for _, part in parts_of(x)))
 
 
 def zero(*, at: Any = None) -> Change:
@@ -112,7 +93,7 @@ def zero(*, at: Any = None) -> Change:
     tensor([[0., 1.],
             [0., 1.]])
     """
-    return Change("zero()", lambda x, _: 0, at, _same(None))
+    return Change("zero()", lambda x, _: torch.zeros_like(x), at, _same(None))
 
 
 def scale(k: float | Tensor, *, at: Any = None) -> Change:
@@ -129,7 +110,7 @@ def scale(k: float | Tensor, *, at: Any = None) -> Change:
     >>> scale(3)(nn.Identity(), torch.ones(2))
     tensor([3., 3.])
     """
-    return Change(f"scale({_short('scale', k)})", operator.mul, at, _same(k))
+    return Change(f"scale({describe(k)})", operator.mul, at, _same(k))
 
 
 def add(v: float | Tensor, *, at: Any = None) -> Change:
@@ -148,7 +129,7 @@ def add(v: float | Tensor, *, at: Any = None) -> Change:
     tensor([[1., 2.],
             [0., 0.]])
     """
-    return Change(f"add({_short('add', v)})", operator.add, at, _same(v))
+    return Change(f"add({describe(v)})", operator.add, at, _same(v))
 
 
 def replace(t: Any, *, at: Any = None) -> Change:
@@ -167,16 +148,11 @@ def replace(t: Any, *, at: Any = None) -> Change:
     >>> replace(7.0, at=slice(1, None))(nn.Identity(), torch.zeros(3))
     tensor([0., 7., 7.])
     """
-    if t is None or isinstance(t, (str, bytes)):
-        raise ArgumentError(
-            f"replace({t!r}): {type(t).__name__} is no value of a layer. Give a number, a tensor, "
-            "or a structure of the same containers with tensors in it."
-        )
 
     def given(value: Any, module: nn.Module, hook: Any) -> list[Any]:
         return [_part(x, v, at) for x, v in _pairs(value, t)]
 
-    return Change(f"replace({describe(t)})", _put, at, given)
+    return Change(f"replace({describe(t)})", lambda x, new: new, at, given)
 
 
 def patch_from(
@@ -215,38 +191,22 @@ def patch_from(
             "hook_outputs(…) returned, or a dict of values by layer name; replace(…) puts in one "
             "tensor."
         )
-    if isinstance(run, Hooks | Mapping) and not len(run):
-        raise OptionError(
-            "patch_from was given a run without a single layer. Give what hook_outputs(…) "
-            "returned, or a dict of values by layer name."
-        )
+
+    def one(x: Tensor, v: Any) -> Any:
+        part = x if at is None else x[at]
+        if from_at is not None:
+            return _for_each_sample(v[from_at], part)
+        return v if v.shape == part.shape else _part(x, _for_each_sample(v, x), at)
 
     def given(value: Any, module: nn.Module, hook: Any) -> list[Any]:
-        pairs = _pairs(value, _stored(run, module, hook))
-        if from_at is not None:
-            return [_moved(x if at is None else x[at], v[from_at]) for x, v in pairs]
-        return [_part(x, _one_sample(x, v, at), at) for x, v in pairs]
+        return [one(x, v) for x, v in _pairs(value, _stored(run, module, hook))]
 
-    return Change("patch_from(…)", _put, at, given)
-
-
-def _put(part: Tensor, new: Any) -> Any:
-    """A copy of `new`, since what follows may write into it."""
-    return new.clone() if isinstance(new, Tensor) else new
+    return Change("patch_from(…)", lambda x, new: new, at, given)
 
 
 def _same(v: Any) -> Given:
     """The same for every tensor."""
     return lambda value, module, hook: [v] * len(leaves(value))
-
-
-def _short(who: str, v: Any) -> str:
-    if not isinstance(v, (int, float, complex, Tensor)):
-        raise ArgumentError(
-            f"{who}({v!r}): {type(v).__name__} is no number. Give a number, or a tensor that "
-            "broadcasts."
-        )
-    return describe(v) if isinstance(v, Tensor) else repr(v)
 
 
 def _pairs(value: Any, t: Any) -> list[tuple[Tensor, Any]]:
@@ -255,10 +215,7 @@ def _pairs(value: Any, t: Any) -> list[tuple[Tensor, Any]]:
     if isinstance(t, int | float | complex):
         return [(x, t) for _, x in old]
     if [path for path, _ in old] != [path for path, _ in new]:
-        raise HookError(
-            f"{describe(t)} is of another structure than {describe(value)}, which is there. Give "
-            'the same containers, or select one tensor (as "lstm[0]").'
-        )
+        raise HookError(f"{describe(t)} is of another structure. Give the same containers.")
     return [(x, v) for (_, x), (_, v) in zip(old, new, strict=True)]
 
 
@@ -269,52 +226,43 @@ def _part(x: Tensor, v: Any, at: Any) -> Any:
     return v.expand(x.shape)[at]
 
 
-def _one_sample(x: Tensor, v: Any, at: Any) -> Any:
-    """`v` as it is patched in; raises where it is not for all of `x`, but for one sample of it."""
-    if not isinstance(v, Tensor) or v.shape == x.shape:
-        return v
-    if at is not None and v.shape == x[at].shape:
-        return v
-    if v.dim() != x.dim() or v.shape[1:] != x.shape[1:] or v.shape[0] != 1:
+def _for_each_sample(v: Tensor, x: Tensor) -> Tensor:
+    """`v` in the shape of `x`: the same, or one sample of it for all samples."""
+    if v.shape != x.shape and (v.shape[:1] != (1,) or v.shape[1:] != x.shape[1:]):
         raise HookError(
-            f"the other run had {describe(v)}, and one position is not patched into several. "
-            'Capture the same positions, in generate with keep="all", or use replace(…).'
+            f"the other run had {describe(v)}, and {describe(x)} is there: one sample is patched "
+            "into several, one position is not. Capture the same positions, in generate with "
+            'keep="all", or use replace(…).'
         )
     return v.expand(x.shape)
 
 
-def _moved(part: Tensor, v: Tensor) -> Tensor:
-    """`v`, a part of the other run, as it takes the place of `part`: for all samples, or of one."""
-    if v.shape != part.shape and (v.shape[:1] != (1,) or v.shape[1:] != part.shape[1:]):
-        raise HookError(
-            f"from_at gives {describe(v)}, and at is the place of {describe(part)}. Give parts of "
-            "the same shape."
-        )
-    return v.expand(part.shape)
-
-
 def _stored(run: Hook | Hooks | Mapping[str, Any], module: nn.Module, hook: Any) -> Any:
-    """What the other run had at this layer."""
-    place = hook is None or hook.name is None or hook.switch.positions
+    """What the other run had at this layer: the same module, else the same name in the model."""
     n = 0 if hook is None or (recomputing() and hook.n_calls == 1) else hook.n_calls
-    names = () if place else (hook.name, f"{hook.name}:{n}")
+    has_name = hook is not None and hook.name is not None and not hook.switch.positions
+    names = (hook.name, f"{hook.name}:{n}") if has_name else ()  # `:n` of a function's call
     if isinstance(run, Mapping):
-        for name in names:
-            if name in run:
-                return run[name]
-        raise _absent(list(run), place)
-    hooks, leaf = [run] if isinstance(run, Hook) else list(run), getattr(hook, "leaf", "")
-    same = [h for h in hooks if h.module is module or _same_call(h, module, n)]
-    named = [h for h in hooks if h.name in names and not h.switch.positions]
-    for h in [h for h in same if h.leaf == leaf] + [h for h in named if not same or h in same]:
-        return _value(h, n)
-    for h in same:
-        if not h.leaf:
-            return pick(_value(h, n), leaf)
-    raise _absent([h.label for h in hooks], place)
+        labels = list(run)
+        values = [run[name] for name in names if name in run]
+    else:
+        hooks, leaf = [run] if isinstance(run, Hook) else list(run), getattr(hook, "leaf", "")
+        labels = [h.label for h in hooks]
+        same = [h for h in hooks if h.module is module or _is_same_call(h, module, n)]
+        same = same or [h for h in hooks if h.name in names and not h.switch.positions]
+        values = [_value(h, n) for h in same if h.leaf == leaf]
+        values = values or [pick(_value(h, n), leaf) for h in same if not h.leaf]
+    if not values:
+        shown = ", ".join(labels[:4]) + (" …" if len(labels) > 4 else "")
+        why = "" if has_name else " A position in a list is no name."
+        raise HookError(
+            f"the other run has no value of this layer, only of {shown or 'none'}.{why} Capture it "
+            "there, with the same select(model, …)."
+        )
+    return values[0]
 
 
-def _same_call(h: Hook, module: nn.Module, n: int) -> bool:
+def _is_same_call(h: Hook, module: nn.Module, n: int) -> bool:
     """Whether `h` stored the `n`-th call of the function of `module`, in the same module."""
     other = h.module
     if not isinstance(other, FunctionCall) or not isinstance(module, FunctionCall):
@@ -327,24 +275,14 @@ def _value(h: Hook, n: int) -> Any:
     """What `h` stored: of each call, the `n`-th; else the last."""
     value = h.stored
     if h.switch.keep == "all":
-        calls = h.calls
-        if n >= len(calls) or (recomputing() and len(calls) > 1):
+        if n >= len(h.calls):
             raise HookError(
-                f"call {n + 1} has no counterpart among the {len(calls)} calls of the other run. "
+                f"call {n + 1} has no counterpart among the {len(h.calls)} calls of the other run. "
                 'Capture with keep="last" to patch each call alike.'
             )
-        value = calls[n]
+        value = h.calls[n]
     if value is None:
         raise HookError(
             "the other run stored nothing there. Run the model inside its `with` block first."
         )
     return value
-
-
-def _absent(names: list[str], place: bool) -> HookError:
-    shown = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
-    why = " A position in a list is no name." if place else ""
-    return HookError(
-        f"the other run has no value of that layer, only of {shown or 'none'} ({len(names)}).{why} "
-        "Capture it there, with the same select(model, …)."
-    )

@@ -10,24 +10,18 @@ layer's own output, what captures it after the edit sees the edited one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
-from hookkit.checks import check_function, is_whole, shown
-from hookkit.editing.by_layer import ByLayer, WithName, edited_layers, run_edit, takes_name
-from hookkit.editing.changes import add, patch_from, replace, scale, zero
-from hookkit.errors import ArgumentError, HookError, OptionError
-from hookkit.hooks import FunctionHooks, Hooks, recomputing
-from hookkit.hooks.attach import brief, check_hookable, is_compiling
-from hookkit.hooks.block import KINDS, NOT_WANTED, Block
+from hookkit.editing.edit import Calls, Function, edit_block
+from hookkit.errors import OptionError, nearest
+from hookkit.hooks import FunctionHooks, Hooks
+from hookkit.hooks.attach import check_hookable
 from hookkit.hooks.collection import Modules, Named, named_modules_of, some
 from hookkit.hooks.functions import Within, function_kind
-
-Function = Callable[..., Any]
-Calls = int | Collection[int] | Callable[[int], bool] | None
-_MAKERS: tuple[Function, ...] = (add, patch_from, replace, scale, zero)
+from hookkit.selecting import select
 
 
 def edit_output(
@@ -61,6 +55,7 @@ def edit_output(
         HookError: `module` is scripted; later, in the forward: a replacement of another structure,
             a ready-made edit of an object in which no tensor is found, or `calls` where numbers are
             not known: in a compiled graph, and in a checkpoint's recomputation of several calls.
+            Where a ready-made edit does not fit, PyTorch's own error has a note with the layer.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Identity(), nn.Flatten())
@@ -68,7 +63,7 @@ def edit_output(
     ...     net(torch.zeros(1, 2))
     tensor([[1., 1.]])
     """
-    return _edits("edit_output", "forward", _one(module, "edit_output"), f, calls, prepend)
+    return _edits("edit_output", "forward", module, f, calls, prepend)
 
 
 def edit_outputs(
@@ -95,6 +90,7 @@ def edit_outputs(
         ArgumentError, OptionError, HookError: as `edit_output`.
 
     >>> import torch
+    >>> from hookkit.edits import zero
     >>> from hookkit.selecting import select
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     >>> with edit_outputs(select(net, nn.Linear), zero()) as edits:
@@ -123,11 +119,12 @@ def edit_input(
         ArgumentError, OptionError, HookError: as `edit_output`.
 
     >>> import torch
+    >>> from hookkit.edits import scale
     >>> with edit_input(layer := nn.Identity(), scale(2)):
     ...     layer(torch.ones(2))
     tensor([2., 2.])
     """
-    return _edits("edit_input", "pre", _one(module, "edit_input"), f, calls, prepend)
+    return _edits("edit_input", "pre", module, f, calls, prepend)
 
 
 def edit_inputs(
@@ -151,6 +148,7 @@ def edit_inputs(
         ArgumentError, OptionError, HookError: as `edit_output`.
 
     >>> import torch
+    >>> from hookkit.edits import scale
     >>> net = nn.Sequential(nn.Identity(), nn.Identity())
     >>> with edit_inputs(net, scale(3)):
     ...     net(torch.ones(2))
@@ -177,13 +175,14 @@ def edit_grad(module: nn.Module, f: Function) -> Hooks:
         ArgumentError, HookError: as `edit_output`.
 
     >>> import torch
+    >>> from hookkit.edits import scale
     >>> x = torch.ones(2, requires_grad=True)
     >>> with edit_grad(layer := nn.Identity(), scale(5)):
     ...     layer(x).sum().backward()
     >>> x.grad
     tensor([5., 5.])
     """
-    return _edits("edit_grad", "grad", _one(module, "edit_grad"), f)
+    return _edits("edit_grad", "grad", module, f)
 
 
 def edit_grads(modules: Modules | nn.Module, f: Function | Mapping[str, Function]) -> Hooks:
@@ -200,6 +199,7 @@ def edit_grads(modules: Modules | nn.Module, f: Function | Mapping[str, Function
         ArgumentError, HookError: as `edit_output`.
 
     >>> import torch
+    >>> from hookkit.edits import scale
     >>> x = torch.ones(2, requires_grad=True)
     >>> with edit_grads(net := nn.Sequential(nn.Identity(), nn.Identity()), scale(5)):
     ...     net(x).sum().backward()
@@ -248,6 +248,7 @@ def edit_function(
         HookError: later, in the forward: a replacement of another structure; a call in place.
 
     >>> import torch
+    >>> from hookkit.edits import zero
     >>> import torch.nn.functional as F
     >>> q = torch.ones(1, 2, 3, 4)
     >>> with edit_function(F.scaled_dot_product_attention, zero(at=(slice(None), 1))) as edits:
@@ -265,81 +266,41 @@ def edit_function(
     return FunctionHooks(f, within, edit_block("edit_function", kind, edit, calls), numbered=False)
 
 
-def _one(module: nn.Module, who: str) -> list[Named]:
-    check_hookable(module, who)
-    return [(None, module, "")]
-
-
 def _edits(
     who: str, kind: str, modules: Any, f: Any, calls: Calls = None, prepend: bool = False
 ) -> Hooks:
     """Registered hooks that edit and store nothing, one for each module (or part of its output)."""
     if isinstance(f, Mapping):
-        named, f = edited_layers(who, modules, f)
-    elif who in ("edit_output", "edit_input", "edit_grad"):
-        named = modules
-    else:
+        named, f = _by_layer(who, modules, f)
+    elif who.endswith("s"):
         named = some(named_modules_of(modules, who), who)
-    block = edit_block(who, kind, f, calls, prepend)
-    once = {(id(m), leaf): (n, m, leaf) for n, m, leaf in named}
-    return Hooks.made_of(list(once.values()), block, modules)
-
-
-def edit_block(who: str, kind: str, f: Any, calls: Calls = None, prepend: bool = False) -> Block:
-    """The block of hooks that edit by `f`, which is checked, and store nothing."""
-    if isinstance(f, Mapping):
-        f = ByLayer({name: check_edit(who, each, *KINDS[kind]) for name, each in f.items()})
     else:
-        f = check_edit(who, f, *KINDS[kind])
-    if calls is not None:
-        f = _AtCalls(who, f, calls)
-    return Block(who, kind, f, edit=True, keep="none", prepend=prepend)
+        check_hookable(modules, who)
+        named = [(None, modules, "")]
+    once = {(id(m), leaf): (name, m, leaf) for name, m, leaf in named}
+    return Hooks.made_of(list(once.values()), edit_block(who, kind, f, calls, prepend), modules)
 
 
-def check_edit(who: str, f: Any, *arguments: str) -> Function:
-    """`f`, a function of `arguments`, or of the last one; not a maker of edits."""
-    if any(f is maker for maker in _MAKERS):
-        raise ArgumentError(
-            f"{who}: {f.__name__} makes an edit, and is none itself. Call it: "
-            f"{'zero()' if f is zero else f.__name__ + '(…)'}."
-        )
-    is_ready = getattr(f, "wants_hook", False)
-    if not is_ready and takes_name(f):
-        return WithName(who, f, *arguments)
-    checked: Function = f if is_ready else check_function(who, f, *arguments, name="f")
-    return checked
+def _by_layer(
+    who: str, modules: Any, edits: Mapping[str, Function]
+) -> tuple[list[Named], dict[str, Function]]:
+    """The layers that the keys of `edits` mean, and the edit of each by its name.
 
-
-class _AtCalls:
-    """An edit that is made at some calls of its module only, by their number."""
-
-    wants_hook = True
-
-    def __init__(self, who: str, f: Function, calls: Any) -> None:
-        self.who, self.f = who, f
-        self.wanted: Callable[[int], bool]
-        if callable(calls):
-            self.wanted = check_function(who, calls, "number", name="calls")
-            return
-        numbers = calls if isinstance(calls, Collection) else [calls]
-        if isinstance(calls, str) or not all(is_whole(n) and n >= 0 for n in numbers):
+    Of a model a key selects as in `select`; of a selection it is one of its names.
+    """
+    layers, by_name = list[Named](), dict[str, Function]()
+    is_model = isinstance(modules, nn.Module)
+    given = {} if is_model else {str(named[0]): named for named in named_modules_of(modules, who)}
+    for key, edit in edits.items():
+        if not is_model and key not in given:
             raise OptionError(
-                f"{who}(calls={shown(calls)}): calls are numbered 0, 1, … in each `with`. Give a "
-                "collection of such numbers, or a function f(number) that is true for some."
+                f"{who}: there is an edit for {key!r}, and no layer of that name among the "
+                f"{len(given)} given. Nearest: {nearest(str(key), given)}. Give the model, or what "
+                "select(model, …) returns, and its names."
             )
-        self.wanted = frozenset(numbers).__contains__
-
-    def __call__(self, module: nn.Module, *seen: Any, hook: Any = None) -> Any:
-        """What the edit gives, at a call that is wanted; else None."""
-        if hook is None or is_compiling() or (recomputing() and hook.n_calls > 1):
-            raise HookError(
-                f"{self.who} on {brief(module) if hook is None else hook.label}: compiled code and "
-                "checkpoints that run a layer several times do not say which call this is, so "
-                "`calls` cannot be followed. Use the edit in a `with` block, without checkpoints."
-            )
-        n = 0 if recomputing() else hook.n_calls
-        if not self.wanted(n):
-            hook.why = hook.why or NOT_WANTED
-            return None
-        hook.why = "edited"
-        return run_edit(self.f, module, seen, hook)
+        for named in named_modules_of(select(modules, key), who) if is_model else [given[key]]:
+            if (name := str(named[0])) in by_name:
+                raise OptionError(f'{who}: two keys mean the layer "{name}". Give it one edit.')
+            by_name[name] = edit
+            layers.append(named)
+    return some(layers, who), by_name

@@ -10,24 +10,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookkit.checks import check_function, check_module, shown
-from hookkit.editing.edits import check_edit
+from hookkit.editing.edit import Edit
 from hookkit.errors import HookError, NeverFiredWarning, SelectionError, nearest, warn
 from hookkit.hooks.block import Block
 from hookkit.hooks.hook import Hook
-from hookkit.modules import join, unwrap
+from hookkit.modules import unwrap
 from hookkit.nested import describe
 from hookkit.selecting import expand, glob, select
 
-_Place = tuple[str, nn.Module, nn.Parameter]
-"""A parameter's name, the module that has it, and the parameter."""
-
 
 class ParamSelection(dict[str, nn.Parameter]):
-    """Parameters by name, in the model's order, each once. What `select_params` gives."""
-
-    def __init__(self, places: list[_Place]) -> None:
-        super().__init__((name, p) for name, _, p in places)
-        self._owners = {name: module for name, module, _ in places}
+    """Parameters by name, in the order of the selectors, each once. What `select_params` gives."""
 
     @contextmanager
     def grads(self) -> Iterator[dict[str, Tensor | None]]:
@@ -73,9 +66,10 @@ class ParamSelection(dict[str, nn.Parameter]):
         so run both inside the block or both outside, or PyTorch raises an error.
 
         Args:
-            f: `f(module, parameter)`, or `f(parameter)`: gets a copy, and gives a tensor of its
-                shape, or None to leave it. Or a ready-made edit: `zero(at=…)`, `scale`, `add`,
-                `replace`, `patch_from(other.state_dict())`. All are called before any is written.
+            f: gets a copy of a parameter, and gives a tensor of its shape, or None to leave it; it
+                may also take the parameter's `name`. Or a ready-made edit: `zero(at=…)`, `scale`,
+                `add`, `replace`, `patch_from(other.state_dict())`. All are called before any is
+                written.
 
         Raises:
             ArgumentError: `f` is no function.
@@ -88,32 +82,27 @@ class ParamSelection(dict[str, nn.Parameter]):
         ...     net(torch.ones(2))
         tensor([0., 0.])
         """
-        f = check_edit("edit", f, "module", "parameter")
-        new = {name: _new(name, self._owners[name], p, f) for name, p in self.items()}
-        old = {name: self[name].detach().clone() for name, v in new.items() if v is not None}
+        edit, new = Edit("edit", f, "parameter"), dict[str, Tensor]()
+        for name, p in self.items():
+            at: Any = p  # in the place of a module, for a ready-made edit's messages
+            value = edit(at, p.detach().clone(), hook=Hook.of(at, Block("edit"), name))
+            if value is None:
+                continue
+            if not isinstance(value, Tensor) or value.shape != p.shape:
+                raise HookError(
+                    f"edit of the parameter '{name}': the replacement is {describe(value)}, the "
+                    f"parameter is {describe(p)}. Return a tensor of that shape, or None to leave "
+                    "it."
+                )
+            new[name] = value.detach()
+        old = {name: self[name].detach().clone() for name in new}
         try:
-            for name in old:
-                self[name].detach().copy_(new[name])
+            for name, value in new.items():
+                self[name].detach().copy_(value)
             yield self
         finally:
             for name, value in old.items():
                 self[name].detach().copy_(value)
-
-
-def _new(name: str, module: nn.Module, p: nn.Parameter, f: Callable[..., Any]) -> Any:
-    """What `f` gives for one parameter."""
-    copied = p.detach().clone()
-    if getattr(f, "wants_hook", False):  # a ready-made edit asks for a name and a label
-        block = Block("select_params", keep="none")
-        new = f(module, copied, hook=Hook.of(module, block, name))
-    else:
-        new = f(module, copied)
-    if new is not None and (not isinstance(new, Tensor) or new.shape != p.shape):
-        raise HookError(
-            f"edit of the parameter '{name}': the replacement is {describe(new)}, the parameter is "
-            f"{describe(p)}. Return a tensor of that shape, or None to leave it."
-        )
-    return None if new is None else new.detach()
 
 
 def select_params(model: nn.Module, *what: Any) -> ParamSelection:
@@ -126,8 +115,8 @@ def select_params(model: nn.Module, *what: Any) -> ParamSelection:
         model: any model.
         what: as in `select`, for names of parameters: `"fc.weight"`, `"blocks.*.mlp.**"`,
             `"**.bias"`, a compiled regex, a function `f(name, parameter)` or `f(parameter)`; or
-            what selects modules (a class, a module, a Selection), for all parameters in these. A
-            list of several. Without any: all parameters.
+            what selects modules (a class, a module, a Selection), for all parameters in these.
+            Without any: all parameters.
 
     Returns:
         A `ParamSelection`, name → parameter, with `.grads()` and `.edit(f)`.
@@ -140,38 +129,34 @@ def select_params(model: nn.Module, *what: Any) -> ParamSelection:
     ['0.bias', '2.bias', '1.weight']
     """
     root = unwrap(check_module("select_params", model, "The model comes first."))
-    every = [
-        (join(name, key), module, p)
-        for name, module in root.named_modules(remove_duplicate=False)
-        for key, p in module.named_parameters(recurse=False, remove_duplicate=False)
-    ]
-    found: dict[int, _Place] = {}
+    every = list(root.named_parameters(remove_duplicate=False))
+    found = dict[nn.Parameter, str]()
     for each in what or ["**"]:
-        for place in _matched(root, every, each):
-            found.setdefault(id(place[2]), place)
-    return ParamSelection(list(found.values()))
+        test = _test(root, each)
+        hits = [(name, p) for name, p in every if test(name, p)]
+        if not hits:
+            names = [name for name, _ in every]
+            near = nearest(str(each), names) or names[:3]
+            raise SelectionError(
+                f"no parameter matches {shown(each)}. Nearest: {', '.join(map(repr, near))}. "
+                'select_params(model) has all of them; those in a module "fc" are "fc.**".'
+            )
+        for name, p in hits:
+            found.setdefault(p, name)
+    return ParamSelection({name: p for p, name in found.items()})
 
 
-def _matched(root: nn.Module, every: list[_Place], what: Any) -> list[_Place]:
-    """What one selector matches of `every` parameter."""
-    if isinstance(what, list | tuple):
-        return [place for each in what for place in _matched(root, every, each)]
+def _test(root: nn.Module, what: Any) -> Callable[[str, nn.Parameter], Any]:
+    """Whether a selector matches a parameter, by its name and itself."""
     if isinstance(what, str):
         globs = [glob(pattern) for pattern in expand(what)]
-        hits = [x for x in every if x[0] == what or any(g.fullmatch(f"{x[0]}.") for g in globs)]
-    elif isinstance(what, re.Pattern):
-        hits = [x for x in every if what.search(x[0])]
-    elif callable(what) and not isinstance(what, type | nn.Module):
-        test = check_function("select_params", what, "name", "parameter", name="predicate")
-        hits = [x for x in every if test(x[0], x[2])]
-    else:
-        inside = {id(p) for m in select(root, what).values() for p in m.parameters()}
-        hits = [x for x in every if id(x[2]) in inside]
-    if not hits:
-        names = [name for name, _, _ in every]
-        near = ", ".join(map(repr, nearest(str(what), names) or names[:3]))
-        raise SelectionError(
-            f"no parameter matches {shown(what)}. Nearest: {near}. select_params(model) has all of "
-            f'them; those in a module "fc" are "fc.**".'
+        return lambda name, _: name == what or any(g.fullmatch(f"{name}.") for g in globs)
+    if isinstance(what, re.Pattern):
+        return lambda name, _: what.search(name)
+    if callable(what) and not isinstance(what, type | nn.Module):
+        test: Callable[[str, nn.Parameter], Any] = check_function(
+            "select_params", what, "name", "parameter", name="predicate"
         )
-    return hits
+        return test
+    inside = {id(p) for m in select(root, what).values() for p in m.parameters()}
+    return lambda _, p: id(p) in inside
