@@ -1,11 +1,9 @@
 """edit_output(s), edit_input(s), edit_grad(s) and the ready-made edits."""
 
-import gc
-import warnings
-import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -93,23 +91,14 @@ def test_f_gets_module_inputs_and_output_and_its_result_goes_on() -> None:
     assert edits.n_calls == {"0": 1}
 
 
-def test_none_leaves_the_output() -> None:
-    net, x = mlp(), torch.randn(5, 4)
-
-    with edit_output(net[0], lambda m, i, o: None) as edits:
-        y = net(x)
-
-    assert torch.equal(y, net(x))
-    assert edits.n_calls == {"0": 1}
-
-
-def test_keyword_inputs_are_seen() -> None:
+def test_none_leaves_the_output_and_keyword_inputs_are_seen() -> None:
     layer, seen = Gives(lambda x, *, shift: x + shift), []
 
-    with edit_output(layer, lambda m, i, o: seen.append(i["shift"])):
-        layer(torch.ones(1), shift=3)
+    with edit_output(layer, lambda m, i, o: seen.append(i["shift"])) as edits:
+        assert layer(torch.ones(1), shift=3) == 4
 
     assert seen == [3]
+    assert edits.n_calls == {"0": 1}
 
 
 def test_several_modules_by_selection_or_iterable() -> None:
@@ -123,17 +112,6 @@ def test_several_modules_by_selection_or_iterable() -> None:
     torch.testing.assert_close(y, 2 * net[2]((2 * net[0](x)).relu()))
     assert edits.n_calls == {"0": 1, "2": 1}
     assert listed.n_calls == {"0": 1, "1": 1}
-
-
-def test_edits_end_with_the_block_also_after_errors() -> None:
-    net, x = mlp(), torch.randn(5, 4)
-    plain = net(x)
-
-    with pytest.raises(ZeroDivisionError), edit_output(net[0], zero()):
-        _ = 1 / 0
-
-    assert torch.equal(net(x), plain)
-    assert not net[0]._forward_hooks
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -237,51 +215,27 @@ def test_a_checkpoint_recomputes_with_the_edit_and_it_counts_once(
 # --- order
 
 
-def test_capture_and_edit_see_each_other_in_the_order_written() -> None:
-    layer, x = nn.Identity(), torch.ones(2)
+@pytest.mark.parametrize(
+    ("hook", "edit"),
+    [
+        (hook_output, edit_output),
+        (hook_input, edit_input),
+        (partial(hook_output, grad=True), edit_grad),
+    ],
+)
+def test_capture_and_edit_see_each_other_in_the_order_written(hook: Any, edit: Any) -> None:
+    layer, x = nn.Identity(), torch.ones(2, requires_grad=True)
 
     with (
-        hook_output(layer) as first,
-        edit_output(layer, add(1)),
-        hook_output(layer) as second,
-        edit_output(layer, scale(10)),
-        hook_output(layer) as third,
-    ):
-        layer(x)
-
-    assert [h.stored[0].item() for h in (first, second, third)] == [1, 2, 20]
-
-
-def test_inputs_too() -> None:
-    layer, x = nn.Identity(), torch.ones(2)
-
-    with (
-        hook_input(layer) as first,
-        edit_input(layer, add(1)),
-        hook_input(layer) as second,
-        edit_input(layer, scale(10)),
-        hook_input(layer) as third,
-    ):
-        layer(x)
-
-    assert [h.stored[0][0].item() for h in (first, second, third)] == [1, 2, 20]
-
-
-def test_gradients_too() -> None:
-    x = torch.ones(2, requires_grad=True)
-    layer = Gives(lambda x: 2 * x)
-
-    with (
-        hook_output(layer, grad=True) as first,
-        edit_grad(layer, add(1)),
-        hook_output(layer, grad=True) as second,
-        edit_grad(layer, scale(10)),
-        hook_output(layer, grad=True) as third,
+        hook(layer) as first,
+        edit(layer, add(1)),
+        hook(layer) as second,
+        edit(layer, scale(10)),
+        hook(layer) as third,
     ):
         layer(x).sum().backward()
 
-    assert [h.stored[0][0].item() for h in (first, second, third)] == [1, 2, 20]
-    assert x.grad.tolist() == [40, 40]
+    assert [leaves(h.stored)[0][0].item() for h in (first, second, third)] == [1, 2, 20]
 
 
 # --- inputs
@@ -410,16 +364,6 @@ def test_replace_takes_a_structure() -> None:
     assert torch.equal(out[1][0], torch.zeros(2))
     with edit_output(layer, replace(0.0)):
         assert all(t.abs().max() == 0 for t in leaves(layer(torch.randn(2))))
-
-
-SCALES, POINTS = torch.tensor([0.01, 0.02]), torch.tensor([3, 4])
-
-
-def quantized(values: Any, scale: float | None, dtype: torch.dtype = torch.quint8) -> Tensor:
-    with warnings.catch_warnings(action="ignore"):  # torch means to drop quantized tensors
-        if scale is None:
-            return torch.quantize_per_channel(torch.tensor(values), SCALES, POINTS, 0, dtype)
-        return torch.quantize_per_tensor(torch.tensor(values), scale, 10, dtype)
 
 
 # --- patch_from
@@ -582,22 +526,6 @@ def test_a_compiled_model_is_edited_in_the_block_and_not_after(where: str) -> No
     torch.testing.assert_close(compiled(x), plain)
 
 
-def test_nothing_is_kept_alive() -> None:
-    net, x = mlp(), torch.randn(5, 4, requires_grad=True)
-    with edit_grad(net[0], lambda m, g: g) as edits, edit_output(net[0], scale(2)) as more:
-        y = net(x)
-        y.sum().backward()
-    gone = [weakref.ref(net), weakref.ref(net[0])]
-
-    del net
-    gc.collect()
-
-    assert [r() for r in gone] == [None, None]
-    assert repr(edits) == "Hooks(1 hook, removed)"
-    with pytest.raises(HookError, match="the module of this hook is gone"):
-        more.register()
-
-
 def test_values_from_the_cpu_go_to_the_layers_device(gpu: torch.device) -> None:
     net, x = mlp(), torch.randn(5, 4)
     with hook_outputs(select(net, "0")) as run:
@@ -617,24 +545,6 @@ def test_values_from_the_cpu_go_to_the_layers_device(gpu: torch.device) -> None:
 
 
 SKIP = {"raises", "lazy", "scripted", "compiled", "meta"}
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("entry", [e for e in ZOO if not e.tags & SKIP], ids=repr)
-def test_an_edit_that_gives_back_the_same_changes_nothing_in_the_zoo(entry: Entry) -> None:
-    model, twin = entry.build(), entry.build()
-
-    torch.manual_seed(1)
-    plain = leaves(entry.run(twin))
-    torch.manual_seed(1)
-    with edit_outputs(leaf_modules(model), lambda m, i, o: tmap(lambda t: t, o)):
-        edited = leaves(entry.run(model))
-
-    assert len(edited) == len(plain)
-    for a, b in zip(edited, plain, strict=True):
-        assert a.size() == b.size() if a.is_nested or a.layout is not torch.strided else True
-        if a.layout is torch.strided and not a.is_nested:
-            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.filterwarnings("ignore")

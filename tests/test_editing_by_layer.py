@@ -73,13 +73,6 @@ def test_a_path_into_an_output_has_its_own_edit() -> None:
     assert h.any()
 
 
-def test_edits_at_some_calls() -> None:
-    net = Net()
-    with edit_outputs(net, {"blocks.2": zero()}, calls=1):
-        assert net(X).any()
-        assert not net(X).any()
-
-
 @pytest.mark.parametrize(
     ("edits", "error", "says"),
     [

@@ -1,6 +1,5 @@
 """`edit_function`, against models whose forward has the change written into it."""
 
-import threading
 from typing import Any
 
 import pytest
@@ -51,16 +50,6 @@ def test_a_head_inside_fused_attention_is_zeroed(net: nn.Sequential, x: Tensor) 
     assert edits.n_calls == {"2/scaled_dot_product_attention": 1}
     attention.keep = torch.tensor([1.0, 0.0]).view(2, 1, 1)
     assert torch.equal(y, net(x))
-
-
-def test_a_head_of_pytorchs_own_attention_is_zeroed(x: Tensor) -> None:
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    with edit_function(F.scaled_dot_product_attention, zero(at=(slice(None), 1))):
-        y, _ = attention(x, x, x, need_weights=False)
-
-    with torch.no_grad():
-        attention.out_proj.weight[:, 4:] = 0
-    torch.testing.assert_close(y, attention(x, x, x)[0])
 
 
 def test_a_softmax_is_replaced_and_gradients_flow(net: nn.Sequential, x: Tensor) -> None:
@@ -169,28 +158,3 @@ def test_a_checkpoint_is_edited_again(
     checkpointed = grads(lambda x: checkpoint(net, x, use_reentrant=reentrant))
     for a, b in zip(checkpointed, grads(net), strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.slow
-def test_a_compiled_model_is_edited(net: nn.Sequential, x: Tensor) -> None:
-    model = torch.compile(net, backend="eager")
-    before = model(x)
-
-    with edit_function(F.softmax, zero(), within=model):
-        y = model(x)
-    with edit_function(F.softmax, zero(), within=net):
-        expected = net(x)
-
-    assert torch.equal(y, expected)
-    assert torch.equal(model(x), before)
-
-
-def test_another_threads_calls_are_left_alone(x: Tensor) -> None:
-    got: list[Tensor] = []
-    with edit_function(F.relu, zero()):
-        thread = threading.Thread(target=lambda: got.append(F.relu(x)))
-        thread.start()
-        thread.join()
-        F.relu(x)
-
-    assert torch.equal(got[0], F.relu(x))
