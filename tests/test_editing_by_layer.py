@@ -12,11 +12,9 @@ from hookkit.editing import (
     edit_inputs,
     edit_output,
     edit_outputs,
-    patch_from,
     zero,
 )
-from hookkit.errors import ArgumentError, HookError, OptionError, SelectionError
-from hookkit.hooks import hook_outputs
+from hookkit.errors import ArgumentError, OptionError, SelectionError
 from hookkit.selecting import select
 
 
@@ -113,38 +111,3 @@ def test_a_function_gets_the_name_of_its_layer() -> None:
     with edit_output(net.blocks[0], lambda output, name: output * ("Linear" in name)):
         assert net(X).tolist() == [[111.0, 111.0]]
     assert seen == ["blocks.0", "blocks.1", "blocks.2"]
-
-
-def test_one_position_of_a_run_is_patched_into_another() -> None:
-    net = Net()
-    torch.manual_seed(0)
-    a, b = torch.randn(3, 5, 2), torch.randn(3, 7, 2)
-    place, source = (slice(None), 6), (slice(None), 4)
-    with hook_outputs(select(net, "blocks.1")) as clean:
-        net(a)
-
-    with edit_outputs(net, {"blocks.1": patch_from(clean, at=place, from_at=source)}):
-        y = net(b)
-
-    expected = net(b)
-    expected[:, 6] = net(a)[:, 4]
-    torch.testing.assert_close(y, expected)
-
-
-def test_of_one_sample_a_position_is_patched_into_all_and_other_shapes_are_refused() -> None:
-    net = Net()
-    a, b = torch.randn(1, 5, 2), torch.randn(3, 7, 2)
-    with hook_outputs(select(net, "blocks.1")) as clean:
-        net(a)
-
-    def patched(at: Any, from_at: Any) -> Tensor:
-        with edit_outputs(net, {"blocks.1": patch_from(clean, at=at, from_at=from_at)}):
-            y: Tensor = net(b)
-        return y
-
-    everywhere = patched((slice(None), 6), (slice(None), 4))[:, 6]
-    torch.testing.assert_close(everywhere, net(a)[:, 4].expand(3, 2))
-    with pytest.raises(HookError, match="one position is not"):
-        patched((slice(None), slice(0, 2)), (slice(None), slice(0, 3)))
-    with pytest.raises(IndexError, match="out of bounds"):
-        patched((slice(None), 6), (slice(None), 5))

@@ -96,20 +96,49 @@ def test_calls_of_functions_are_patched_in_the_same_module() -> None:
     assert equal(got, clean[2].stored)
 
 
-def test_one_sample_patches_a_batch_and_one_token_no_sequence() -> None:
-    layer = nn.Identity()
-    with hook_output(layer) as one_sample:
-        layer(torch.ones(1, 3, 2))
-    with hook_output(layer) as one_token:
-        layer(torch.ones(2, 1, 2))
+EVERY = slice(None)
 
-    with edit_output(layer, patch_from(one_sample)):
-        assert equal(layer(torch.zeros(2, 3, 2)), torch.ones(2, 3, 2))
-    with pytest.raises(HookError, match="one position is not"):
-        with edit_output(layer, patch_from(one_token)):
-            layer(torch.zeros(2, 3, 2))
-    with edit_output(layer, patch_from(one_sample, at=(slice(None), 1))):
-        assert layer(torch.zeros(2, 3, 2)).sum() == 4
+
+@pytest.mark.parametrize(
+    ("shape", "at", "from_at"),
+    [
+        ((3, 7, 2), None, None),
+        ((3, 7, 2), (EVERY, 1), None),
+        ((1, 7, 2), None, None),  # one sample
+        ((1, 7, 2), (EVERY, slice(1, 3)), None),
+        ((3, 5, 2), (EVERY, 6), (EVERY, 4)),
+        ((1, 5, 2), (EVERY, 6), (EVERY, 4)),
+    ],
+    ids=str,
+)
+def test_the_part_of_a_run_that_is_patched_in(shape: Any, at: Any, from_at: Any) -> None:
+    layer, x, run = nn.Identity(), torch.randn(3, 7, 2), torch.randn(shape)
+    with hook_output(layer) as clean:
+        layer(run)
+    wanted = x.clone()
+    part = ... if at is None else at
+    wanted[part] = run[part if from_at is None else from_at]
+
+    with edit_output(layer, patch_from(clean, at=at, from_at=from_at)):
+        assert equal(layer(x), wanted)
+
+
+@pytest.mark.parametrize(
+    ("shape", "at", "from_at", "error"),
+    [
+        ((3, 1, 2), None, None, HookError),  # one token
+        ((1, 5, 2), (EVERY, slice(0, 2)), (EVERY, slice(0, 3)), HookError),
+        ((1, 5, 2), (EVERY, 6), (EVERY, 5), IndexError),
+    ],
+)
+def test_what_does_not_fit_is_not_patched_in(shape: Any, at: Any, from_at: Any, error: Any) -> None:
+    layer = nn.Identity()
+    with hook_output(layer) as clean:
+        layer(torch.randn(shape))
+
+    with pytest.raises(error, match=r"one position is not|out of bounds"):
+        with edit_output(layer, patch_from(clean, at=at, from_at=from_at)):
+            layer(torch.zeros(3, 7, 2))
 
 
 def test_call_by_call_needs_a_counterpart_for_each() -> None:

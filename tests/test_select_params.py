@@ -65,6 +65,7 @@ def same(model: nn.Module, before: dict[str, Tensor]) -> bool:
         (lambda p: p.dim() == 1 and not p.requires_grad, ["head.bias"]),
         (lambda name, p: name.endswith("ih_l0"), ["lstm.weight_ih_l0", "lstm.bias_ih_l0"]),
         (nn.LayerNorm, [f"blocks.{i}.1.{k}" for i in (0, 1) for k in ("weight", "bias")]),
+        (["bare", "head.bias"], ["bare", "head.bias"]),
         ("again.0.bias", ["again.0.bias"]),
     ],
 )

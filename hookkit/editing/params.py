@@ -115,8 +115,8 @@ def select_params(model: nn.Module, *what: Any) -> ParamSelection:
         model: any model.
         what: as in `select`, for names of parameters: `"fc.weight"`, `"blocks.*.mlp.**"`,
             `"**.bias"`, a compiled regex, a function `f(name, parameter)` or `f(parameter)`; or
-            what selects modules (a class, a module, a Selection), for all parameters in these.
-            Without any: all parameters.
+            what selects modules (a class, a module, a Selection), for all parameters in these. A
+            list of several. Without any: all parameters.
 
     Returns:
         A `ParamSelection`, name → parameter, with `.grads()` and `.edit(f)`.
@@ -131,7 +131,7 @@ def select_params(model: nn.Module, *what: Any) -> ParamSelection:
     root = unwrap(check_module("select_params", model, "The model comes first."))
     every = list(root.named_parameters(remove_duplicate=False))
     found = dict[nn.Parameter, str]()
-    for each in what or ["**"]:
+    for each in _flat(what) if what else ["**"]:
         test = _test(root, each)
         hits = [(name, p) for name, p in every if test(name, p)]
         if not hits:
@@ -144,6 +144,12 @@ def select_params(model: nn.Module, *what: Any) -> ParamSelection:
         for name, p in hits:
             found.setdefault(p, name)
     return ParamSelection({name: p for p, name in found.items()})
+
+
+def _flat(what: Any) -> Iterator[Any]:
+    """The selectors in lists of them."""
+    for each in what:
+        yield from _flat(each) if isinstance(each, list | tuple) else [each]
 
 
 def _test(root: nn.Module, what: Any) -> Callable[[str, nn.Parameter], Any]:
