@@ -317,7 +317,8 @@ def flags() -> Iterator[tuple[str, str]]:
             continue
         methods = vars(thing).items() if isinstance(thing, type) else ()
         public = [(f"{name}.{k}", f) for k, f in methods if k[0] != "_" and inspect.isfunction(f)]
-        for full, f in [(name, thing), *public]:
+        has_own = not isinstance(thing, type) or thing.__init__ is not dict.__init__
+        for full, f in [(name, thing), *public] if has_own else public:
             for p in inspect.signature(f).parameters.values():
                 made = {full, name} & MADE_HERE
                 if str(p.annotation).replace(" | None", "") == "bool" and not made:

@@ -53,7 +53,7 @@ def test_training_is_the_same_with_and_without(entry: Entry):
         before = n_hooks(twin, opts[1])
         w = watch(twin, opts[1], ActivationStats(), ParamStats())
 
-        truth = two_steps(entry, plain, opts[0])
+        truth, random = two_steps(entry, plain, opts[0]), torch.get_rng_state()
         if isinstance(twin, torch.jit.ScriptModule) and not can_run(twin):
             with pytest.raises(HookError, match="scripted"):
                 w.start()
@@ -63,6 +63,7 @@ def test_training_is_the_same_with_and_without(entry: Entry):
 
     assert w.n_steps == 2
     assert all(map(torch.equal, truth, own))
+    assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(a, b) for a, b in zip(state(plain), state(twin), strict=True))
     assert n_hooks(twin, opts[1]) == before
     assert len(w.param_stats.record()) == 2

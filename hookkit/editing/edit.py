@@ -49,9 +49,11 @@ class Edit:
                 f"{who}: {f.__name__} makes an edit, and is none itself. Call it: "
                 f"{'zero()' if f is zero else f.__name__ + '(…)'}."
             )
-        self.who, self.f, self.takes_name = who, f, _takes_name(f)
-        plain = partial(f, name="") if self.takes_name else f
-        self.of_last = isinstance(check_function(who, plain, *arguments, name="f"), OfLast)
+        self.who, self.f, self.takes_name, self.of_last = who, f, False, False
+        if not getattr(f, "wants_hook", False):  # else it is a ready-made one
+            self.takes_name = _takes_name(f)
+            plain = partial(f, name="") if self.takes_name else f
+            self.of_last = isinstance(check_function(who, plain, *arguments, name="f"), OfLast)
         self.wanted = None if calls is None else _wanted(who, calls)
 
     def __call__(self, module: nn.Module, *seen: Any, hook: Any = None) -> Any:

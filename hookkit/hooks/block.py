@@ -95,7 +95,8 @@ class Block(Switch):
         self.wants_hook = getattr(func, "wants_hook", False)
         if func is not None and not self.wants_hook and not isinstance(func, OfLast):
             func = check_function(who, func, *KINDS[kind])
-        self.func, self.of_last = func, isinstance(func, OfLast)
+        self.func = func
+        self.of_last = isinstance(func, OfLast) or getattr(func, "of_last", False)
         self.detach, self.cpu, self.gather = bool(detach), bool(cpu), bool(gather)
         self.edit, self.keep, self.clone = bool(edit), keep, bool(clone)
         self.stop, self.prepend = bool(stop), bool(prepend)
