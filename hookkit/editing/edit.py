@@ -21,13 +21,12 @@ Calls = int | Collection[int] | Callable[[int], bool] | None
 _MAKERS: tuple[Function, ...] = (add, patch_from, replace, scale, zero)
 
 
-def edit_block(who: str, kind: str, f: Any, calls: Calls = None, prepend: bool = False) -> Block:
+def edit_block(who: str, kind: str, f: Any, calls: Calls = None) -> Block:
     """The block of hooks that edit by `f`, or by a dict of edits by name, and store nothing."""
     if isinstance(f, Mapping):
-        edits = {name: Edit(who, each, *KINDS[kind], calls=calls) for name, each in f.items()}
-        return Block(who, kind, _ByLayer(edits), edit=True, keep="none", prepend=prepend)
-    edit = Edit(who, f, *KINDS[kind], calls=calls)
-    return Block(who, kind, edit, edit=True, keep="none", prepend=prepend)
+        each = {name: Edit(who, edit, *KINDS[kind], calls=calls) for name, edit in f.items()}
+        return Block(who, kind, _ByLayer(each), edit=True, keep="none")
+    return Block(who, kind, Edit(who, f, *KINDS[kind], calls=calls), edit=True, keep="none")
 
 
 class Edit:

@@ -24,14 +24,13 @@ from hookkit.hooks.functions import Within, function_kind
 from hookkit.selecting import select
 
 
-def edit_output(
-    module: nn.Module, f: Function, *, calls: Calls = None, prepend: bool = False
-) -> Hooks:
+def edit_output(module: nn.Module, f: Function, *, calls: Calls = None) -> Hooks:
     """Replaces what `module` returns by what `f(module, input, output)` returns.
 
     Registered at once, and removed by `remove()` or at the end of its `with` block, which warns if
     the layer was never reached. In the block compiled models run eagerly.
-    `Hook(module, f, edit=True)` edits in the same way, and stores the result.
+    `Hook(module, f, edit=True)` edits in the same way, and stores the result; with `prepend=True`
+    before the hooks that the module has.
 
     Args:
         module: the layer.
@@ -43,7 +42,6 @@ def edit_output(
         calls: which calls of the module are edited, by their number, from 0 in each `with`: a
             collection of numbers, one number, or a function `f(number)`; None edits all. In
             `generate` 0 is the prompt, and each further call a token; give each its own `with`.
-        prepend: before the hooks that the module has, which then see what is edited.
 
     Returns:
         `Hooks` that store nothing. `n_calls` counts the calls that reached each layer (or the
@@ -63,7 +61,7 @@ def edit_output(
     ...     net(torch.zeros(1, 2))
     tensor([[1., 1.]])
     """
-    return _edits("edit_output", "forward", module, f, calls, prepend)
+    return _edits("edit_output", "forward", module, f, calls)
 
 
 def edit_outputs(
@@ -71,7 +69,6 @@ def edit_outputs(
     f: Function | Mapping[str, Function],
     *,
     calls: Calls = None,
-    prepend: bool = False,
 ) -> Hooks:
     """`edit_output` for several modules, registered all or none. One given twice is edited once.
 
@@ -81,7 +78,7 @@ def edit_outputs(
         f: as in `edit_output`, for each module; or a dict with another edit for each,
             `{"blocks.3": add(v), "blocks.5": zero()}`: of a selection by its names, of the model
             itself by whatever `select` takes. Layers that it does not name are left alone.
-        calls, prepend: as in `edit_output`, for each module.
+        calls: as in `edit_output`, for each module.
 
     Returns:
         `Hooks` that store nothing; `n_calls` counts the calls that reached each layer, by name.
@@ -97,12 +94,10 @@ def edit_outputs(
     ...     net(torch.ones(1, 2)).sum().item(), edits.n_calls
     (0.0, {'0': 1, '2': 1})
     """
-    return _edits("edit_outputs", "forward", modules, f, calls, prepend)
+    return _edits("edit_outputs", "forward", modules, f, calls)
 
 
-def edit_input(
-    module: nn.Module, f: Function, *, calls: Calls = None, prepend: bool = False
-) -> Hooks:
+def edit_input(module: nn.Module, f: Function, *, calls: Calls = None) -> Hooks:
     """Replaces what `module` is called with by what `f(module, input)` returns.
 
     Args:
@@ -110,7 +105,7 @@ def edit_input(
         f: gets an `Inputs`: a tuple of the positional inputs, keyword inputs by name
             (`input["mask"]`, `input.kwargs`). It gives the one positional input, a tuple of as many
             as there are (keyword inputs stay), an `Inputs` for all, or None. Or a ready-made edit.
-        calls, prepend: as in `edit_output`.
+        calls: as in `edit_output`.
 
     Returns:
         `Hooks` that store nothing; `n_calls` counts the calls that reached the layer.
@@ -124,7 +119,7 @@ def edit_input(
     ...     layer(torch.ones(2))
     tensor([2., 2.])
     """
-    return _edits("edit_input", "pre", module, f, calls, prepend)
+    return _edits("edit_input", "pre", module, f, calls)
 
 
 def edit_inputs(
@@ -132,14 +127,13 @@ def edit_inputs(
     f: Function | Mapping[str, Function],
     *,
     calls: Calls = None,
-    prepend: bool = False,
 ) -> Hooks:
     """`edit_input` for several modules, registered all or none.
 
     Args:
         modules: as in `edit_outputs`; leaf paths are into the inputs.
         f: as in `edit_input`, or a dict of edits by name, as in `edit_outputs`.
-        calls, prepend: as in `edit_output`, for each module.
+        calls: as in `edit_output`, for each module.
 
     Returns:
         `Hooks` that store nothing; `n_calls` counts the calls that reached each layer, by name.
@@ -154,7 +148,7 @@ def edit_inputs(
     ...     net(torch.ones(2))
     tensor([9., 9.])
     """
-    return _edits("edit_inputs", "pre", modules, f, calls, prepend)
+    return _edits("edit_inputs", "pre", modules, f, calls)
 
 
 def edit_grad(module: nn.Module, f: Function) -> Hooks:
@@ -266,9 +260,7 @@ def edit_function(
     return FunctionHooks(f, within, edit_block("edit_function", kind, edit, calls), numbered=False)
 
 
-def _edits(
-    who: str, kind: str, modules: Any, f: Any, calls: Calls = None, prepend: bool = False
-) -> Hooks:
+def _edits(who: str, kind: str, modules: Any, f: Any, calls: Calls = None) -> Hooks:
     """Registered hooks that edit and store nothing, one for each module (or part of its output)."""
     if isinstance(f, Mapping):
         named, f = _by_layer(who, modules, f)
@@ -278,7 +270,7 @@ def _edits(
         check_hookable(modules, who)
         named = [(None, modules, "")]
     once = {(id(m), leaf): (name, m, leaf) for name, m, leaf in named}
-    return Hooks.made_of(list(once.values()), edit_block(who, kind, f, calls, prepend), modules)
+    return Hooks.made_of(list(once.values()), edit_block(who, kind, f, calls), modules)
 
 
 def _by_layer(
