@@ -439,13 +439,11 @@ def test_an_error_of_the_function_keeps_its_type_and_names_the_layer() -> None:
     assert "wrong on Linear(in_features=4" in note
 
 
-@pytest.mark.parametrize(("maker", "call"), [(zero, r"zero\(\)"), (scale, r"scale\(…\)")])
-def test_a_maker_of_edits_that_was_not_called_is_reported(maker: Any, call: str) -> None:
+@pytest.mark.parametrize("maker", [zero, scale])
+def test_a_maker_of_edits_that_was_not_called_is_reported(maker: Any) -> None:
     net = mlp()
 
-    with pytest.raises(
-        ArgumentError, match=rf"makes an edit, and is none itself\. Call it: {call}"
-    ):
+    with pytest.raises(ArgumentError, match=rf"is none itself\. Call it: {maker.__name__}\(…\)"):
         edit_output(net[0], maker)
 
     assert not net[0]._forward_hooks

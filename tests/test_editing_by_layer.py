@@ -111,3 +111,13 @@ def test_a_function_gets_the_name_of_its_layer() -> None:
     with edit_output(net.blocks[0], lambda output, name: output * ("Linear" in name)):
         assert net(X).tolist() == [[111.0, 111.0]]
     assert seen == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_an_error_in_a_dict_of_edits_names_the_layer() -> None:
+    net = Net()
+    edits = edit_outputs(net, {"blocks.1": lambda o: 1 / 0})
+
+    with pytest.raises(ZeroDivisionError) as caught, edits:
+        net(X)
+
+    assert caught.value.__notes__[0].endswith("on 'blocks.1' (Linear)")

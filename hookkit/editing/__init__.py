@@ -1,6 +1,7 @@
 """Change what a layer gives, takes, or gets as gradient, for the time of a `with`.
 
 edits     `edit_output(s)`, `edit_input(s)`, `edit_grad(s)`, `edit_function`: hooks that replace.
+edit      `Edit`: what such a hook calls, for the user's function.
 changes   Ready-made edits: `zero`, `scale`, `add`, `replace`, `patch_from`, for all of a value or
           a part of it.
 params    `select_params`: parameters by name; their gradients, and edits of them in a `with`.

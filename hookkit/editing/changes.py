@@ -192,11 +192,13 @@ def patch_from(
             "tensor."
         )
 
-    def one(x: Tensor, v: Any) -> Any:
-        part = x if at is None else x[at]
+    place = ... if at is None else at
+
+    def one(x: Tensor, v: Tensor) -> Tensor:
+        part = x[place]
         if from_at is not None:
             return _for_each_sample(v[from_at], part)
-        return v if v.shape == part.shape else _part(x, _for_each_sample(v, x), at)
+        return v if v.shape == part.shape else _for_each_sample(v, x)[place]
 
     def given(value: Any, module: nn.Module, hook: Any) -> list[Any]:
         return [one(x, v) for x, v in _pairs(value, _stored(run, module, hook))]

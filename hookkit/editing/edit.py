@@ -45,8 +45,7 @@ class Edit:
     def __init__(self, who: str, f: Any, *arguments: str, calls: Calls = None) -> None:
         if any(f is maker for maker in _MAKERS):
             raise ArgumentError(
-                f"{who}: {f.__name__} makes an edit, and is none itself. Call it: "
-                f"{'zero()' if f is zero else f.__name__ + '(…)'}."
+                f"{who}: {f.__name__} makes an edit, and is none itself. Call it: {f.__name__}(…)."
             )
         self.who, self.f, self.takes_name, self.of_last = who, f, False, False
         if not getattr(f, "wants_hook", False):  # else it is a ready-made one
