@@ -24,7 +24,7 @@ class ParamSelection(dict[str, nn.Parameter]):
 
     @contextmanager
     def grads(self) -> Iterator[dict[str, Tensor | None]]:
-        """Captures the gradients of a `with` block, by name; `.grad` is left as it is.
+        """Captures the gradients of a `with` block, by name; backward fills `.grad` as always.
 
         They are detached copies: the sum of what backward passes bring in the block; None where
         none came, of which it warns.
