@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -15,7 +15,6 @@ from hookkit.callbacks.metrics import gathered
 from hookkit.callbacks.runner import listed
 from hookkit.data import as_loaders, no_batches
 from hookkit.errors import ModelRunError
-from hookkit.events import CANCEL_EXCEPTIONS, stray_cancel
 from hookkit.learner.loop import BATCH, Loop
 from hookkit.nested import leaves, tmap
 
@@ -121,11 +120,8 @@ class Predicting(Loop):
             if (whole := in_order(plain)) is plain:
                 return dl
             dl = whole
-        if (
-            self.accelerator is None
-            or not isinstance(dl, DataLoader)
-            or hasattr(dl, "end_of_dataloader")
-        ):
+        plain = isinstance(dl, DataLoader) and not hasattr(dl, "end_of_dataloader")
+        if self.accelerator is None or not plain:
             return dl
         return self.accelerator.prepare_data_loader(dl)  # for each rank a part of it
 
@@ -142,38 +138,27 @@ class Predicting(Loop):
     @contextmanager
     def _fit_events(self) -> Iterator[None]:
         """The events of a fit and an epoch, around a pass that is not in a fit."""
-        self._claim()
-        try:
+        with self._run_under_way():
             self("before_fit", "before_epoch")
             try:
                 yield
             finally:
                 self("after_epoch", "after_fit")
-        except CANCEL_EXCEPTIONS as stray:
-            stray.add_note(stray_cancel(stray))
-            raise
-        finally:
-            self._clean_up()
 
     @contextmanager
     def _eval_pass(self, cbs: Any) -> Iterator[None]:
         """Around a pass without training: afterwards state and modes are as before."""
         state = {name: getattr(self, name) for name in _STATE}
-        modes, with_grad = [(m, m.training) for m in self.model.modules()], torch.is_grad_enabled()
+        modes = [(m, m.training) for m in self.model.modules()]
         paused = self._pause_recorders()
         running = [cb for cb in paused if cb.run]
         for cb in running:
             cb.run = False  # this pass is no part of a batch that surrounds it
         try:
             self.eval_pass = True
-            with self.added_cbs(cbs):
-                if self.fitting:
-                    yield
-                else:
-                    with self._fit_events():
-                        yield
+            with self.added_cbs(cbs), nullcontext() if self.fitting else self._fit_events():
+                yield
         finally:
-            torch.set_grad_enabled(with_grad)  # Ctrl-C in torch's own `no_grad` leaves it off
             vars(self).update(state)
             for module, mode in modes:
                 module.training = mode

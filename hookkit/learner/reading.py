@@ -10,7 +10,7 @@ from fastcore.basics import PrettyString
 
 from hookkit.callbacks.losses import LossHistory
 from hookkit.callbacks.readout import gather, loop_text, run_of
-from hookkit.errors import nearest
+from hookkit.callbacks.runner import no_attribute
 from hookkit.learner.distributing import no_log
 from hookkit.learner.predicting import Predicting
 from hookkit.records import Run, Tables, Views
@@ -45,8 +45,7 @@ class Reading(Predicting, Tables, Views, Named):
         return run_of(self)
 
     def _loss_history(self) -> LossHistory | None:
-        recorder = self._cb_named("recorder")
-        return None if recorder is None else recorder._losses
+        return getattr(self._cb_named("recorder"), "_losses", None)
 
     def _epochs(self) -> list[dict[str, Any]]:
         recorder = self._cb_named("recorder")
@@ -55,8 +54,7 @@ class Reading(Predicting, Tables, Views, Named):
     @property
     def smooth_loss(self) -> float | None:
         """The Recorder's smoothed training loss; reading it is a read from the device."""
-        recorder = self._cb_named("recorder")
-        return None if recorder is None else recorder.smooth_loss
+        return getattr(self._cb_named("recorder"), "smooth_loss", None)
 
     def show_training_loop(self) -> PrettyString:
         """The loop as text: every event in its place, with the callbacks that have it."""
@@ -81,13 +79,7 @@ class Reading(Predicting, Tables, Views, Named):
                     return cb
                 with suppress(AttributeError):
                     return getattr(self.model, name)
-            near = nearest(name, [n for n in dir(self) if n[0] != "_"]) if name[0] != "_" else ()
-            hint = f" Nearest: {', '.join(near)}." if near else ""
-            raise AttributeError(
-                f"Neither the Learner, its callbacks nor its model has {name!r}.{hint}",
-                name=name,
-                obj=self,
-            )
+            raise no_attribute(self, name, "Neither the Learner, its callbacks nor its model")
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *(self._named() if "cbs" in vars(self) else ())]
