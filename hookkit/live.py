@@ -52,6 +52,7 @@ class ShowHealth(Callback):
 
     order = -40  # before recorders begin to record the batch
     run_valid = False
+    _only_train_loop = True
     _output: Output | None = None
     _next = float("inf")  # when the next look is due, by the clock
     _n_steps = 0  # as the last batch began
@@ -63,7 +64,7 @@ class ShowHealth(Callback):
 
     def before_fit(self) -> None:
         """Begins to look, on the first rank."""
-        if self.learn.fitting and ranks.rank() == 0:
+        if ranks.rank() == 0:
             self._output = Output() if in_notebook() else None
             # As if a picture had been drawn: the first one waits until there is time for it.
             self._began, self._spent = time.perf_counter(), 0.3 if self._output else 0.0

@@ -138,7 +138,9 @@ class Predicting(Loop):
     @contextmanager
     def _fit_events(self) -> Iterator[None]:
         """The events of a fit and an epoch, around a pass that is not in a fit."""
-        with self._run_under_way():
+        with self._run_under_way():  # at the end `run` is True again
+            for cb in self.cbs:
+                cb.run = cb.run and not cb._only_train_loop
             self("before_fit", "before_epoch")
             try:
                 yield
