@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, Self
 from fastcore.basics import PrettyString
 
 from hookkit.callbacks.losses import LossHistory
-from hookkit.callbacks.readout import gather, loop_text, run_of
+from hookkit.callbacks.readout import Readable, loop_text
 from hookkit.callbacks.runner import no_attribute
 from hookkit.learner.distributing import no_log
 from hookkit.learner.predicting import Predicting
-from hookkit.records import Run, Tables, Views
+from hookkit.records import Tables, Views
 from hookkit.stats.named import Named
 
 if TYPE_CHECKING:
     from hookkit.summaries.fastai_layout import SummaryText
 
 
-class Reading(Predicting, Tables, Views, Named):
+class Reading(Predicting, Readable, Tables, Views, Named):
     """The part of a Learner that is read."""
 
     logger: Any = print
@@ -30,19 +30,6 @@ class Reading(Predicting, Tables, Views, Named):
         from hookkit.summaries import learner_summary
 
         return learner_summary(self)
-
-    def gather(self) -> Self:
-        """Merges what all ranks recorded; the Learner. A fit in `distrib_ctx` ends with it.
-
-        Every rank has to call; reading afterwards waits for none. Raises a HookError if the ranks
-        recorded different steps or layouts, or one of them does not come.
-        """
-        gather(self)
-        return self
-
-    def run_record(self) -> Run:
-        """Everything recorded so far, as plain values: what pictures, diagnosis and report read."""
-        return run_of(self)
 
     def _loss_history(self) -> LossHistory | None:
         return getattr(self._cb_named("recorder"), "_losses", None)
