@@ -104,16 +104,3 @@ def not_an_event(name: str) -> str:
     near = nearest(name, EVENTS)
     hint = f"Nearest: {', '.join(near)}. " if near else ""
     return f"{name!r} is not an event. {hint}hookkit.events.EVENTS lists all {len(EVENTS)}."
-
-
-def stray_cancel(error: Exception) -> str:
-    """The message for a `Cancel…Exception` raised outside the part that it ends.
-
-    >>> stray_cancel(CancelStepException()).partition(". ")[2]
-    'Raise it from before_step on, and before after_step.'
-    """
-    part = next(part for part, kind in CANCELS.items() if isinstance(error, kind))
-    return (
-        f"{type(error).__name__} was raised outside the part of the fit that it ends. "
-        f"Raise it from before_{part} on, and before after_{part}."
-    )

@@ -414,20 +414,6 @@ def test_with_learn_takes_down_what_it_set_up_also_if_it_cannot_begin() -> None:
 
 
 @pytest.mark.parametrize(
-    ("event", "error"), [("after_step", CancelStepException), ("after_fit", CancelFitException)]
-)
-def test_a_cancel_that_comes_too_late_says_where_it_works(event: str, error: Any) -> None:
-    def cancel(self: Any) -> None:
-        raise error
-
-    with pytest.raises(error) as caught:
-        quiet(cbs=Callback(**{event: cancel})).fit(1)
-
-    part = event.removeprefix("after_")
-    assert f"Raise it from before_{part} on, and before after_{part}" in caught.value.__notes__[0]
-
-
-@pytest.mark.parametrize(
     ("inside", "said"),
     [(lambda learn: learn.fit(1), "fit was called"), (lambda learn: learn.__enter__(), "`with le")],
 )

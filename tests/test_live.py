@@ -131,8 +131,8 @@ def test_looks_take_about_2_percent_of_the_time(monkeypatch: pytest.MonkeyPatch)
         now[0] += 0.1
         cb.before_batch()
 
-    assert looks[:3] == pytest.approx([6.0, 51.1, 101.1], abs=0.5)
-    assert len(looks) <= 21
+    assert looks[:3] == pytest.approx([6.0, 57.1, 108.2], abs=0.5)
+    assert len(looks) <= 20
 
 
 @pytest.mark.usefixtures("always")

@@ -55,9 +55,8 @@ def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterat
         from accelerate import Accelerator
     except ImportError:
         raise missing_extra("accelerate", "distributed", "train over several processes") from None
-    # which by itself takes several processes on CPUs for one
-    options = {"cpu": not torch.accelerator.is_available(), **options}
-    engine = accelerator or Accelerator(**options)
+    on_cpu = not torch.accelerator.is_available()  # where several processes are one by default
+    engine = accelerator or Accelerator(**{"cpu": on_cpu, **options})
     learn._needs_data("distrib_ctx")
     _check(engine, learn.dls.loaders, options)
     if learn.opt is None:
