@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Self
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
 
-from hookkit.callbacks import Callback
+from hookkit.callbacks import Callback, Recorder
 from hookkit.callbacks.metrics import gathered
 from hookkit.callbacks.runner import listed
 from hookkit.data import as_loaders, no_batches
@@ -156,6 +157,9 @@ class Predicting(Loop):
         running = [cb for cb in paused if cb.run]
         for cb in running:
             cb.run = False  # this pass is no part of a batch that surrounds it
+        sums = [(r, r._metrics) for r in self.cbs if self.fitting and isinstance(r, Recorder)]
+        for recorder, metrics in sums:
+            recorder._metrics = copy.deepcopy(metrics)  # a validation may be under way
         try:
             self.eval_pass = True
             with self.added_cbs(cbs), nullcontext() if self.fitting else self._fit_events():
@@ -164,6 +168,8 @@ class Predicting(Loop):
             vars(self).update(state)
             for module, mode in modes:
                 module.training = mode
+            for recorder, metrics in sums:
+                recorder._metrics = metrics
             for cb in running:
                 cb.run = True
             for cb in paused:
