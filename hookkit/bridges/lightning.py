@@ -13,6 +13,8 @@ from hookkit.bridges import Bridge, base
 
 _Callback: Any = base("lightning", "lightning.pytorch.Callback", "pytorch_lightning.Callback")
 
+_NAMES = {"val_loss": "valid_loss", "train_loss": "logged_train_loss"}
+
 
 class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
     """Runs hookkit's callbacks in a Lightning Trainer."""
@@ -58,8 +60,4 @@ class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
         Lightning keeps all others, in the same tensors: of a validation some epochs ago, say.
         """
         seen, self._seen = self._seen, dict(trainer.callback_metrics)
-        return {_name(k): v for k, v in self._seen.items() if v is not seen.get(k)}
-
-
-def _name(metric: str) -> str:
-    return {"val_loss": "valid_loss", "train_loss": "logged_train_loss"}.get(metric, metric)
+        return {_NAMES.get(k, k): v for k, v in self._seen.items() if v is not seen.get(k)}

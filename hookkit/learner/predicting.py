@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
 
-from hookkit.callbacks import Callback, Recorder
+from hookkit.callbacks import Callback, ProgressCallback, Recorder
 from hookkit.callbacks.metrics import gathered
 from hookkit.callbacks.runner import listed
 from hookkit.data import as_loaders, no_batches
@@ -154,9 +154,11 @@ class Predicting(Loop):
         state = {name: getattr(self, name) for name in _STATE}
         modes = [(m, m.training) for m in self.model.modules()]
         paused = self._pause_recorders()
-        running = [cb for cb in paused if cb.run]
+        # it is no part of a batch that surrounds it, and an epoch has a bar already
+        bars = [cb for cb in self.cbs if self.fitting and isinstance(cb, ProgressCallback)]
+        running = [cb for cb in [*paused, *bars] if cb.run]
         for cb in running:
-            cb.run = False  # this pass is no part of a batch that surrounds it
+            cb.run = False
         sums = [(r, r._metrics) for r in self.cbs if self.fitting and isinstance(r, Recorder)]
         for recorder, metrics in sums:
             recorder._metrics = copy.deepcopy(metrics)  # a validation may be under way
