@@ -86,7 +86,7 @@ class ShowHealth(Callback):
     def _look(self, last: bool = False) -> None:
         began = time.perf_counter()
         try:
-            self._show(run_of(self.learn, quiet=True), last)  # sync: by the clock, not by batch
+            self._show(run_of(self.learn), last)  # sync: by the clock, not by batch
         except Exception as error:
             self._next = float("inf")
             text = f"ShowHealth shows nothing more: {error!r}. diagnose() reads what is recorded."

@@ -118,7 +118,7 @@ def test_looks_take_about_2_percent_of_the_time(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(live, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(ShowHealth, "_show", lambda self, run, last: slow(run))
-    monkeypatch.setattr(live, "run_of", lambda learn, quiet: None)
+    monkeypatch.setattr(live, "run_of", lambda learn: None)
 
     class Loop:
         fitting = True

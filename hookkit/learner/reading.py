@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from fastcore.basics import PrettyString
 
 from hookkit.callbacks.losses import LossHistory
-from hookkit.callbacks.readout import Readable, loop_text
+from hookkit.callbacks.readout import Readable
 from hookkit.callbacks.runner import no_attribute
 from hookkit.learner.distributing import no_log
 from hookkit.learner.predicting import Predicting
@@ -18,6 +18,21 @@ from hookkit.stats.named import Named
 
 if TYPE_CHECKING:
     from hookkit.summaries.fastai_layout import SummaryText
+
+
+_LOOP = """
+before_fit
+  before_epoch
+    before_train
+      before_batch after_pred after_loss
+        before_backward after_cancel_backward after_backward
+        before_step after_cancel_step after_step
+      after_cancel_batch after_batch
+    after_cancel_train after_train
+    before_validate after_cancel_validate after_validate
+  after_cancel_epoch after_epoch
+after_cancel_fit after_fit
+"""
 
 
 class Reading(Predicting, Readable, Tables, Views, Named):
@@ -45,7 +60,11 @@ class Reading(Predicting, Readable, Tables, Views, Named):
 
     def show_training_loop(self) -> PrettyString:
         """The loop as text: every event in its place, with the callbacks that have it."""
-        return PrettyString(loop_text(self))
+        lines = []
+        for line in _LOOP.strip("\n").split("\n"):
+            heard = [f"{e}: {list(cbs)}" for e in line.split() if (cbs := self.ordered_cbs(e))]
+            lines += [" " * (len(line) - len(line.lstrip())) + one for one in heard]
+        return PrettyString("\n".join(lines))
 
     @contextmanager
     def no_logging(self) -> Iterator[Self]:
