@@ -159,8 +159,8 @@ class Predicting(Loop):
         running = [cb for cb in [*paused, *bars] if cb.run]
         for cb in running:
             cb.run = False
-        sums = [(r, r._metrics) for r in self.cbs if self.fitting and isinstance(r, Recorder)]
-        for recorder, metrics in sums:
+        sums = [(cb, cb._metrics) for cb in self.cbs if isinstance(cb, Recorder)]
+        for recorder, metrics in sums if self.fitting else ():
             recorder._metrics = copy.deepcopy(metrics)  # a validation may be under way
         try:
             self.eval_pass = True
