@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from itertools import chain
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -70,7 +70,6 @@ class LoopHooks:
         self._evaluates = self._evaluated = False  # the closure of a step
         self._last_loss: Tensor | None = None  # of the loss function
         self._handles, self._on_parts = list[RemovableHandle](), list[RemovableHandle]()
-        self._undo = list[Callable[[], None]]()
 
     def attach(self, loop: WatchedLoop) -> None:
         """Registers the hooks; `remove` removes all of them, also if this was cut short."""
@@ -81,12 +80,6 @@ class LoopHooks:
             # before the user's hooks, which belong to the batch; after a forward that raised, too
             self._handles.append(attach(module, self._before, pre=True, prepend=True))
             self._handles.append(attach(module, self._after, always_call=True))
-            # Private: `Module._compiled_call_impl`, what `module.compile()` made (since 2.0), in
-            # whose graph hooks do not run. Without it such a model is reported as never seen.
-            # Copies and pickles of a module leave it out.
-            if (compiled := module._compiled_call_impl) is not None:
-                self._undo.append(partial(setattr, module, "_compiled_call_impl", compiled))
-                module._compiled_call_impl = partial(self._call_compiled, module, compiled)
         if not self.root_ran:
             for part in self.model.modules():  # a ScriptModule runs no Python hooks
                 if part is not self.model and not isinstance(part, torch.jit.ScriptModule):
@@ -98,14 +91,11 @@ class LoopHooks:
         opts = [] if self.loop.finds_opts else self.loop.opts
         pairs: list[Any] = [(o.register_step_pre_hook, o.register_step_post_hook) for o in opts]
         for before, after in pairs or [_ANY_OPTIMIZER]:
-            self._undo.append(before(self._before_step).remove)
-            self._undo.append(after(self._after_step).remove)
+            self._handles.append(before(self._before_step))
+            self._handles.append(after(self._after_step))
 
     def remove(self) -> None:
         """Removes what `attach` registered; can be called at any time, and twice."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
         remove_all([*self._handles, *self._on_parts])
         self._thread, self._evaluated = 0, True  # what is under way no longer counts
         vars(self).pop("loop", None)
@@ -123,15 +113,6 @@ class LoopHooks:
 
     def _counts(self) -> bool:
         return get_ident() == self._thread and graph_task() == -1 and not is_tracing()
-
-    def _call_compiled(self, module: nn.Module, compiled: Any, *args: Any, **kwargs: Any) -> Any:
-        self._before(module, args, kwargs)
-        output = None
-        try:
-            output = compiled(*args, **kwargs)
-        finally:
-            self._after(module, args, kwargs, output)
-        return output
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if is_compiling():
