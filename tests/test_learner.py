@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from hookkit.callbacks import Callback, GradientAccumulation, ProgressCallback
 from hookkit.data import DataLoaders
 from hookkit.errors import ArgumentError, ModelRunError, OptionError
-from hookkit.events import CancelFitException, CancelStepException
 from hookkit.learner import Learner
 from hookkit.recording import HookCallback
 from hookkit.stats import ActivationStats, GradientStats
