@@ -257,33 +257,18 @@ class _Finder:
             yield from self.by_text(what)
         elif isinstance(what, nn.Module) and not isinstance(what, nn.ModuleList):
             yield self.by_module(what)
-        elif isinstance(what, re.Pattern):
-            why = f'no name has a match of the regex "{what.pattern}"'
-            yield from self.where(lambda name, _: name and what.search(name), why)
-        elif isinstance(what, type):
-            classes = ", ".join(dict.fromkeys(type(m).__name__ for _, m, *_ in self.places))
-            why = f"no module is a {what.__name__}, there are {classes}"
-            yield from self.where(lambda _, m: isinstance(m, what), why)
         elif isinstance(what, Iterable):
             for each in what:
                 yield from self.of(each)
-        elif callable(what):
-            test = check_function("select", what, "name", "module", name="predicate")
-            why = f"the predicate {getattr(what, '__name__', what)} is true for no module"
-            yield from self.where(test, why)
         else:
-            raise ArgumentError(
-                f"select: {shown(what)} selects nothing. Give a name, a glob, a compiled regex, a "
-                "class, a predicate of (name, module) or of the module, a module, or a list or "
-                "dict of these."
-            )
-
-    def where(self, test: Callable[[str, nn.Module], Any], why: str) -> list[Pick]:
-        """The modules for which `test(name, module)` is true; `why` begins the error for none."""
-        picks = [pick for pick in self.places if test(pick.name, pick.module)]
-        if not picks:
-            raise SelectionError(f"{why}. print(select(model)) lists all modules.")
-        return _running(picks)
+            test = _test(what)
+            picks = [pick for pick in self.places if test(pick.name, pick.module)]
+            if not picks:
+                raise SelectionError(
+                    f"no module matches {shown(what)}. print(select(model)) lists all, with their "
+                    "classes."
+                )
+            yield from _running(picks)
 
     def by_module(self, module: nn.Module) -> Pick:
         """A module of the model under its first name, a wrapper as what it wraps."""
@@ -354,3 +339,18 @@ class _Finder:
 def _running(picks: list[Pick]) -> list[Pick]:
     """Those that were selected by name, or run; all if that is none (a pattern of containers)."""
     return [pick for pick in picks if pick.given or can_run(pick.module)] or picks
+
+
+def _test(what: Any) -> Any:
+    """`f(name, module)`: whether a regex, a class or a predicate matches the module."""
+    if isinstance(what, re.Pattern):
+        return lambda name, _: name and what.search(name)
+    if isinstance(what, type):
+        return lambda _, module: isinstance(module, what)
+    if not callable(what):
+        raise ArgumentError(
+            f"select: {shown(what)} selects nothing. Give a name, a glob, a compiled regex, a "
+            "class, a predicate of (name, module) or of the module, a module, or a list or dict of "
+            "these."
+        )
+    return check_function("select", what, "name", "module", name="predicate")

@@ -105,11 +105,10 @@ def _takes_name(f: Any) -> bool:
     return "name" in parameters and len(parameters) > 1
 
 
-def _wanted(who: str, calls: Any) -> Callable[[int], bool]:
-    """Whether a call is one of `calls`, by its number."""
+def _wanted(who: str, calls: Any) -> Any:
+    """`f(number)`: whether a call is one of `calls`."""
     if callable(calls):
-        test: Callable[[int], bool] = check_function(who, calls, "number", name="calls")
-        return test
+        return check_function(who, calls, "number", name="calls")
     numbers = calls if isinstance(calls, Collection) else [calls]
     if not all(is_whole(n) and n >= 0 for n in numbers):
         raise OptionError(

@@ -152,17 +152,14 @@ def _flat(what: Any) -> Iterator[Any]:
         yield from _flat(each) if isinstance(each, list | tuple) else [each]
 
 
-def _test(root: nn.Module, what: Any) -> Callable[[str, nn.Parameter], Any]:
-    """Whether a selector matches a parameter, by its name and itself."""
+def _test(root: nn.Module, what: Any) -> Any:
+    """`f(name, parameter)`: whether a selector matches the parameter."""
     if isinstance(what, str):
         globs = [glob(pattern) for pattern in expand(what)]
         return lambda name, _: name == what or any(g.fullmatch(f"{name}.") for g in globs)
     if isinstance(what, re.Pattern):
         return lambda name, _: what.search(name)
     if callable(what) and not isinstance(what, type | nn.Module):
-        test: Callable[[str, nn.Parameter], Any] = check_function(
-            "select_params", what, "name", "parameter", name="predicate"
-        )
-        return test
+        return check_function("select_params", what, "name", "parameter", name="predicate")
     inside = {id(p) for m in select(root, what).values() for p in m.parameters()}
     return lambda _, p: id(p) in inside
