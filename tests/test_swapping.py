@@ -95,18 +95,6 @@ def test_a_shared_module_is_replaced_at_each_place() -> None:
     assert net[1] is net[2][1] is act
 
 
-@pytest.mark.parametrize("wrapper", [Catcher, GramWrapper])
-def test_a_wrapper_is_compiled_as_one_graph(wrapper: Any) -> None:
-    wrapped = wrapper(nn.Linear(3, 2))
-    torch.compiler.reset()
-
-    y = torch.compile(wrapped, backend="eager", fullgraph=True)(x := torch.ones(2, 3))
-
-    torch.testing.assert_close(y, wrapped.wrapped(x))
-    assert wrapped.n_calls if wrapper is Catcher else wrapped.n_rows
-    torch.compiler.reset()
-
-
 def tied() -> nn.ModuleDict:
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "c": nn.Linear(2, 2)})
     model["b"] = model["a"]
