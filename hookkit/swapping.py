@@ -35,7 +35,7 @@ def swap(
     All are replaced or none, and the originals are restored when the block ends, also by an error.
     A shared module is replaced in each of its places, by one replacement. Modules that a model
     holds outside its registered children (in a plain list) are not replaced. A warning says which
-    `Wrapper`s were not called, and where code in the block put a module of its own, which stays.
+    wrappers were not called, and where code in the block put a module of its own, which stays.
     Compiled models run eagerly in the block, and PyTorch's transformer layers call their parts.
 
     Args:
