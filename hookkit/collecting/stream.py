@@ -86,7 +86,8 @@ def _batches(
             raise ModelRunError(no_batches(f"{WHO}: the loader"))
         shuffled = store.shuffled(generator)
         n_given = len(shuffled) if ended else max(size, room // 2 // size * size)
-        yield from torch.split(shuffled[:n_given], size)
+        if len(shuffled):  # else the last batch has emptied the buffer
+            yield from torch.split(shuffled[:n_given], size)
         store.parts = [shuffled[n_given:].clone()]  # the rest, without the memory of what was given
 
 
