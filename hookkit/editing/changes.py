@@ -11,7 +11,6 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hookkit.errors import ArgumentError, HookError
@@ -70,6 +69,8 @@ class Change:
         fraction = new.is_floating_point() if isinstance(new, Tensor) else isinstance(new, float)
         if fraction and not (x.is_floating_point() or x.is_complex()):
             raise HookError(f"{describe(new)} of fractions does not go into a tensor of {x.dtype}")
+        if self.at is ... and isinstance(new, Tensor) and new.shape == x.shape:
+            return new.to(x.dtype)  # all of it: nothing to copy
         made = x.clone()
         made[self.at] = new
         return made
@@ -93,7 +94,7 @@ def zero(*, at: Any = None) -> Change:
     tensor([[0., 1.],
             [0., 1.]])
     """
-    return Change("zero()", lambda x, _: torch.zeros_like(x), at, _same(None))
+    return Change("zero()", lambda x, _: 0, at, _same(None))
 
 
 def scale(k: float | Tensor, *, at: Any = None) -> Change:
@@ -152,7 +153,7 @@ def replace(t: Any, *, at: Any = None) -> Change:
     def given(value: Any, module: nn.Module, hook: Any) -> list[Any]:
         return [_part(x, v, at) for x, v in _pairs(value, t)]
 
-    return Change(f"replace({describe(t)})", lambda x, new: new, at, given)
+    return Change(f"replace({describe(t)})", _put, at, given)
 
 
 def patch_from(
@@ -203,7 +204,12 @@ def patch_from(
     def given(value: Any, module: nn.Module, hook: Any) -> list[Any]:
         return [one(x, v) for x, v in _pairs(value, _stored(run, module, hook))]
 
-    return Change("patch_from(…)", lambda x, new: new, at, given)
+    return Change("patch_from(…)", _put, at, given)
+
+
+def _put(part: Tensor, new: Any) -> Any:
+    """A copy of `new`, since what follows may write into it."""
+    return new.clone() if isinstance(new, Tensor) else new
 
 
 def _same(v: Any) -> Given:
