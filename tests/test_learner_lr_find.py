@@ -126,13 +126,20 @@ def test_the_rates_grow_from_one_end_to_the_other_and_all_is_as_before(num_it: i
     learn = learner()
     learn.model.eval()
     learn.model[0].train()
+    learn.model.cache = []
+    learn.model[0].weight.grad = mine = torch.ones(16, 4)
+    learn.model[0].register_forward_hook(lambda m, i, o: learn.model.cache.append(o))
 
     found = find(learn, start_lr=1e-5, end_lr=1e-2, num_it=num_it, stop_div=False)
 
     assert len(found.lrs) == len(found.losses) == num_it
     np.testing.assert_allclose(found.lrs, 1e-5 * 1000 ** (np.arange(num_it) / num_it))
     assert [m.training for m in learn.model] == [True, False, False, False, False]
-    assert all(p.grad is None for p in learn.model.parameters())
+    grads = [p.grad for p in learn.model.parameters()]
+    assert grads[0] is mine
+    assert mine.sum() == 64
+    assert grads[1:] == [None] * 5
+    assert learn.model.cache == []
     assert (learn.n_steps, learn.train_iter, learn.epoch, learn.recorder.lrs) == (0, 0, 0, [])
     assert not learn.fitting
 

@@ -1,8 +1,8 @@
 """`untouched`: a block in which a model runs, and which then puts it back as it was.
 
 Builds on `tree`. One mechanism for everything that runs a user's model to look at it: `summary`,
-`dummy_eval`, `model_sizes`, `compare_models` and `collect`. The model itself runs, not a copy, so
-that closures, caches and hooks find what they refer to.
+`dummy_eval`, `model_sizes`, `compare_models`, `collect` and `lr_find`. The model itself runs, not a
+copy, so that closures, caches and hooks find what they refer to.
 """
 
 from __future__ import annotations
