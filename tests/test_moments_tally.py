@@ -173,6 +173,23 @@ def test_a_unit_is_dead_if_it_was_never_above_0_over_the_window() -> None:
         assert dead[step] == pytest.approx((tops <= 0).double().mean().item()), step
 
 
+@pytest.mark.usefixtures("engine")
+def test_calls_without_values_leave_units_as_they_are() -> None:
+    stats = Tally("activation", ALL)
+    x = torch.tensor([[0.0, 1.0, 0.5], [0.5, 0.0, 0.0]])
+    for step, calls in enumerate(([x, x[:0]], [x[:0], x], [x[:0], x[:0]])):
+        for kind in ("ReLU", "Sigmoid"):  # an expert that gets no tokens
+            for t in calls:
+                stats.see(stats.row(kind, kind), 0, "", t if kind == "Sigmoid" else -t)
+                stats.fold()
+        stats.commit(step, 0, step)
+
+    record = record_of(stats)
+    assert record.value("saturated").tolist()[1][:2] == [4 / 6, 4 / 6]
+    assert record.value("dead").tolist()[0][:2] == [1, 1]
+    assert np.isnan(record.value("dead")[:, 2]).all()
+
+
 @pytest.mark.parametrize("shape", [(3000, 40), (64, 40, 5, 5), (40,), (2, 40, 9000)])
 @pytest.mark.usefixtures("engine")
 def test_dead_units_of_large_tensors_are_exact(shape: tuple[int, ...]) -> None:

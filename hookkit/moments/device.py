@@ -30,14 +30,14 @@ def arriving(entries: Entries, bins: Any) -> Callable[[], Entries]:
         found = dict(entries)
         for some, parts in on_way:
             rows, counts, tops, full = (_arrived(part) for part in parts)
-            at = 0
+            at, values = 0, iter(() if full is None else full.tolist())
             for i, (row, entry) in enumerate(some.items()):
                 n = 0 if entry.tops is None else entry.tops.numel()
                 found[row] = entry._replace(
                     row=tuple(rows[i].tolist()),
                     counts=None if counts is None else counts[i],
                     tops=tops[at : at + n] if n else None,
-                    full=float(full[i]),
+                    full=None if entry.full is None else next(values),
                 )
                 at += n
         return found
@@ -74,8 +74,9 @@ def _sent_together(entries: Entries, bins: Any) -> tuple[Any, ...]:
         table.scatter_add_(0, classes, torch.ones_like(classes, dtype=torch.int32))
         counts = sent(table.view(len(several), -1))
     tops = [entry.tops.float() for entry in several if entry.tops is not None]
-    full = [torch.as_tensor(entry.full, dtype=torch.float32, device=device) for entry in several]
-    return sent(rows), counts, sent(torch.cat(tops)) if tops else None, sent(torch.stack(full))
+    full = [entry.full for entry in several if entry.full is not None]
+    together = sent(torch.cat(tops)) if tops else None, sent(torch.stack(full)) if full else None
+    return sent(rows), counts, *together
 
 
 @lru_cache(16)

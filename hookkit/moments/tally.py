@@ -54,18 +54,18 @@ class Entry(NamedTuple):
         row: its nine numbers; on CUDA the sums of `triton_rows`.
         counts: of the histogram; on a device the samples, a list.
         tops: (units,) the greatest value of each unit.
-        full: how many values are at the flat ends of a bounded activation.
+        full: how many values are at the flat ends of a bounded activation; None of any other.
     """
 
     row: Any
     counts: Any = None
     tops: Any = None
-    full: Any = 0.0
+    full: Any = None
 
 
 def merged(a: Entry, b: Entry) -> Entry:
     """Two calls of a layer, or two batches, as one."""
-    row, tops, full = a.row, a.tops, a.full + b.full
+    row = a.row
     if isinstance(row, tuple):
         row = merge(row, b.row)
     elif row.ndim == 2:
@@ -75,12 +75,8 @@ def merged(a: Entry, b: Entry) -> Entry:
     counts = a.counts if a.counts is None else a.counts + b.counts
     if isinstance(counts, list):
         counts = counts[:_MOST_SAMPLES]
-    if tops is None or tops.shape != b.tops.shape:
-        tops = b.tops
-    else:
-        greatest: Any = torch.maximum if isinstance(tops, Tensor) else np.maximum
-        tops = greatest(tops, b.tops)
-    return Entry(row, counts, tops, full)
+    full = b.full if a.full is None else a.full if b.full is None else a.full + b.full
+    return Entry(row, counts, units.greatest(a.tops, b.tops), full)
 
 
 Entries = dict[int, Entry]
@@ -198,7 +194,7 @@ class Tally:
     def _entry(self, x: Any, row: int, dim: int | None) -> Entry:
         eps, bins = self.options.eps, self.options.bins
         values = x.reshape(-1) if x.flags.c_contiguous else _dense(x)
-        counts, tops, full = None, None, 0.0
+        counts, tops, full = None, None, None
         if bins is not None:
             part = values[sample_of(len(values), self._state.n)]
             counts = bins.count(part if part.dtype == np.float32 else narrowed(part))
@@ -215,7 +211,7 @@ class Tally:
             moment = triton_rows.sums_of(values, eps) if fused else moments(widened(values), eps)
             samples: list[Tensor] | None = None
             tops: Any = None
-            full: Any = 0.0
+            full: Any = None
             if self.options.bins is not None:
                 part = values[sample_of(len(values), self._state.n)]
                 samples = [part.to(torch.float32, copy=True)]
@@ -290,9 +286,9 @@ class Tally:
                 shares, window = window.after(tops, first)
                 table = np.zeros((len(tables["moments"]), 4))
                 for row, share in shares.items():
-                    bounded = units.middle(self.types[row]) is not None
-                    size = entries[row].row[1] if bounded else 0.0
-                    table[row] = share, 1.0, entries[row].full, size
+                    full = entries[row].full
+                    size = 0.0 if full is None else entries[row].row[1]
+                    table[row] = share, 1.0, full or 0.0, size
                 tables["units"] = table
             first += 1
             return tables

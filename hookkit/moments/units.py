@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hookkit.autograd_graph import op_name
@@ -82,6 +83,17 @@ def array_tops(x: Any, dim: int) -> Any:
     return np.asarray(tops, np.float32)
 
 
+def greatest(a: Any, b: Any) -> Any:
+    """The greatest values of each unit over two calls; None is of one without values.
+
+    Those of `b` alone if there are other units now.
+    """
+    if a is None or b is None:
+        return b if a is None else a
+    join: Any = torch.maximum if isinstance(a, Tensor) else np.maximum
+    return join(a, b) if len(a) == len(b) else b
+
+
 class Units(NamedTuple):
     """The greatest value of each unit, by row, in the two halves of the window."""
 
@@ -92,18 +104,12 @@ class Units(NamedTuple):
         """The share of dead units of each row that ran in record `n`, and what is kept then."""
         newer = dict(self.newer)
         for row, top in tops.items():
-            newer[row] = _greatest(newer.get(row), top)
+            newer[row] = greatest(newer.get(row), top)
         units = Units(self.older, newer)
         shares = {row: float(units.dead(row).mean()) for row in tops}
         return shares, Units(newer, {}) if (n + 1) % (WINDOW // 2) == 0 else units
 
     def dead(self, row: int) -> Any:
         """(units,) bool; None if the row did not run."""
-        tops = _greatest(self.older.get(row), self.newer.get(row))
+        tops = greatest(self.older.get(row), self.newer.get(row))
         return None if tops is None else tops <= 0
-
-
-def _greatest(a: Any, b: Any) -> Any:
-    if a is None or b is None:
-        return b if a is None else a
-    return np.maximum(a, b) if len(a) == len(b) else b  # its width has changed
