@@ -48,9 +48,8 @@ def hook_attention(
 
     Returns:
         `FunctionHooks`, to be entered. Names are those of the innermost module of `within`:
-        `h["blocks.3.attn/attention:0"]`. Each stores (batch, heads, queries, keys), without the
-        batch where there is none; scores are float32 at least. A query that may attend to nothing
-        has a pattern of 0.
+        `h["blocks.3.attn/attention:0"]`. Each stores (batch, heads, queries, keys); scores are
+        float32 at least. A query that may attend to nothing has a pattern of 0.
 
     Raises:
         ArgumentError: `within` holds no modules.

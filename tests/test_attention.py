@@ -149,8 +149,8 @@ def test_fused_encoder_layers_in_eval_mode_and_without_a_batch(norm_first: bool)
     expected = first.self_attn(y, y, y, **call)[1]
     assert list(found) == ["layers.0.self_attn", "layers.1.self_attn"]
     torch.testing.assert_close(found["layers.0.self_attn"], expected)
-    assert single["layers.1.self_attn"].shape == (2, 5, 5)
-    torch.testing.assert_close(single["layers.0.self_attn"], found["layers.0.self_attn"][0])
+    assert single["layers.1.self_attn"].shape == (1, 2, 5, 5)
+    torch.testing.assert_close(single["layers.0.self_attn"], found["layers.0.self_attn"][:1])
 
 
 def test_a_layer_that_attends_twice_has_numbers() -> None:

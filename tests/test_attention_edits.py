@@ -128,7 +128,7 @@ def test_multihead_attention_with_and_without_weights_and_batch(
     with edit_attention(attention, without_head):
         y, weights = attention(x, x, x, need_weights=need_weights)
 
-    assert shapes == [(3, 2, 5, 5) if batch else (2, 5, 5)]
+    assert shapes == [(3 if batch else 1, 2, 5, 5)]
     with torch.no_grad():
         _, full = attention(x, x, x, average_attn_weights=False)
         attention.out_proj.weight[:, 4:] = 0

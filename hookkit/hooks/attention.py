@@ -8,28 +8,21 @@ gives.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from inspect import signature
 from threading import local
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import is_autocast_available
-from torch.nn.functional import (
-    dropout,
-    multi_head_attention_forward,
-    scaled_dot_product_attention,
-    softmax,
-)
+from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hookkit.errors import HookError
 from hookkit.hooks.block import Block
 from hookkit.hooks.functions import FunctionHooks, passed_on, plain_name, running_modules
 
-_MULTI_HEAD = signature(multi_head_attention_forward)
 _thread = local()  # .seen: the pattern of the fused call that runs now was shown to all blocks
 
 
@@ -40,7 +33,6 @@ class AttentionHooks(FunctionHooks):
         super().__init__(softmax, within, block, numbered)
         self.wanted = {"attention"}
         self.leaf = "[0]" if block.kind == "pre" else ""
-        self.multi_head: list[tuple[int, ...]] = []  # the shapes of patterns, outermost first
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by PyTorch in the place of `func`; the mode is off meanwhile."""
@@ -51,26 +43,13 @@ class AttentionHooks(FunctionHooks):
             return self._hooked(func, name, args, kwargs)
         if func is scaled_dot_product_attention and not getattr(_thread, "seen", False):
             return self._fused(func, args, kwargs)
-        if name == "softmax" and (found := _written_out(self.multi_head, *args, **kwargs)):
-            scores, shape, options = found
-            pattern = self._hooked(func, "attention", (scores.reshape(shape),), options)
-            return self._fitting(pattern, shape).reshape(scores.shape)
-        if func is multi_head_attention_forward:
-            with self._inside(args, kwargs):
-                return super().__torch_function__(func, types, args, kwargs)
+        if name == "softmax" and (found := _written_out(*args, **kwargs)):
+            scores, options = found
+            shape = _shape(scores)
+            if len(shape) == 4:
+                pattern = self._hooked(func, "attention", (scores.reshape(shape),), options)
+                return self._fitting(pattern, shape).reshape(scores.shape)
         return super().__torch_function__(func, types, args, kwargs)
-
-    @contextmanager
-    def _inside(self, args: Any, kwargs: Any) -> Iterator[None]:
-        """Keeps how the pattern of this `nn.MultiheadAttention` is shaped, while it runs."""
-        given = _MULTI_HEAD.bind(*args, **kwargs).arguments
-        query, heads = given["query"], given["num_heads"]
-        batch = (query.shape[1],) if query.dim() == 3 else ()
-        self.multi_head.append((*batch, heads))
-        try:
-            yield
-        finally:
-            self.multi_head.pop()
 
     def _fused(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What fused attention gives; with an edited pattern, what follows from that."""
@@ -89,7 +68,7 @@ class AttentionHooks(FunctionHooks):
             made[:] = scores, scores.softmax(-1).masked_fill(nowhere, 0).to(dtype)
             return made[1]
 
-        seen = scores.reshape(self._shape(scores))
+        seen = scores.reshape(_shape(scores))
         with self._pushed():
             pattern = attention(seen)
         if pattern is made[1] and seen is made[0]:
@@ -115,22 +94,6 @@ class AttentionHooks(FunctionHooks):
             "queries, keys). Give one of the same shape."
         )
 
-    def _shape(self, scores: Tensor) -> tuple[int, ...]:
-        """(batch, heads, queries, keys) of scores, in which a single query may be packed.
-
-        transformers packs the queries of one token that share their keys as (batch, key heads,
-        group, keys).
-        """
-        shape = tuple(scores.shape)
-        if self.multi_head:
-            return (*self.multi_head[-1], *shape[-2:])
-        owner = next(running_modules(), None)
-        config = getattr(owner, "config", None)
-        heads: Any = getattr(owner, "num_heads", None)
-        heads = heads or getattr(config, "num_attention_heads", None)
-        group = heads // shape[-3] if isinstance(heads, int) and len(shape) == 4 else 1
-        return (shape[0], heads, 1, shape[-1]) if 1 < group == shape[-2] else shape
-
     def never_called(self) -> str:
         """In words: that no attention was seen."""
         return (
@@ -141,24 +104,29 @@ class AttentionHooks(FunctionHooks):
         )
 
 
+def _shape(scores: Tensor) -> tuple[int, ...]:
+    """(batch, heads, queries, keys) of scores, of which the first three can be packed.
+
+    `nn.MultiheadAttention` joins the batch and the heads. transformers packs the queries of one
+    token that share their keys as (batch, key heads, group, keys).
+    """
+    shape, owner = tuple(scores.shape), next(running_modules(), None)
+    config = getattr(owner, "config", None)
+    heads: Any = getattr(owner, "num_heads", None) or getattr(config, "num_attention_heads", None)
+    if len(shape) == 3 and isinstance(owner, nn.MultiheadAttention):
+        return (shape[0] // heads, heads, *shape[1:])
+    group = heads // shape[1] if isinstance(heads, int) and len(shape) == 4 else 1
+    return (shape[0], heads, 1, shape[-1]) if 1 < group == shape[-2] else shape
+
+
 def _written_out(
-    multi_head: list[tuple[int, ...]],
-    input: Tensor,
-    dim: Any = None,
-    *rest: Any,
-    dtype: Any = None,
-    **_: Any,
-) -> tuple[Tensor, tuple[int, ...], dict[str, Any]] | None:
-    """The scores, the shape of their pattern and options, where attention calls softmax."""
-    shape, n = tuple(input.shape), input.dim()
-    if dim not in (-1, n - 1) or not input.is_floating_point():
-        return None
-    if n == 3 and multi_head:
-        shape = (*multi_head[-1], *shape[1:])
-    elif n != 4:
+    input: Tensor, dim: Any = None, *rest: Any, dtype: Any = None, **_: Any
+) -> tuple[Tensor, dict[str, Any]] | None:
+    """The scores and the options of a softmax, if it is over the last dimension."""
+    if dim not in (-1, input.dim() - 1) or not input.is_floating_point():
         return None
     dtype = next((x for x in rest if isinstance(x, torch.dtype)), dtype)
-    return input, shape, {"dim": -1} | ({} if dtype is None else {"dtype": dtype})
+    return input, {"dim": -1} | ({} if dtype is None else {"dtype": dtype})
 
 
 def attention_scores(
