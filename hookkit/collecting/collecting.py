@@ -10,10 +10,7 @@ import torch
 from torch import nn
 
 from hookkit import ranks
-from hookkit.checks import (
-    check_number,
-    check_path,
-)
+from hookkit.checks import check_number, check_path
 from hookkit.collecting.accumulators import Accumulators
 from hookkit.collecting.activations import Activations
 from hookkit.collecting.batches import WHO, Field
@@ -99,28 +96,29 @@ def collect(
     if into is not None and to is not None:
         raise OptionError(f"{WHO}: into= keeps nothing on disk. Leave to= out, or into=.")
     n = n if n is None else check_number(WHO, "n", n, 1, whole=True, what="how many rows")
-    run, batches = Rows.of(model, loader, modules, per, mask, hook, inputs, dtype, ids, stop, n)
-    layers, reading = run.layers, run.reading
+    chosen: dict[str, Any] = {"per": per, "mask": mask, "hook": hook, "inputs": inputs}
+    rows = Rows(model, loader, modules, **chosen, dtype=dtype, stop=stop, ids=ids, n=n)
+    layers, reading = [*rows.layers], rows.reading
     if n is not None and reading.ranks > 1:
         raise OptionError(
             f"{WHO}(n={n}): how many rows each of {reading.ranks} processes would have to write is "
             "known after all of them. Give a smaller data set, such as torch.utils.data.Subset."
         )
     if into is not None:
-        accumulators = Accumulators(into, [*layers], ids is not None)
-        run.over(batches, accumulators)
+        accumulators = Accumulators(into, layers, ids is not None)
+        rows.over(rows.loader, accumulators)
         return accumulators.result()
     folder = check_path(WHO, "acts" if to is None else to, "to")
     settings = {
-        "layers": [*layers],
+        "layers": layers,
         **{"per": per, "inputs": inputs, "dtype": dtype and str(dtype), "n": n},
         **{"hook": name_of(hook), "mask": name_of(mask), "ids": name_of(ids)},
-        **about(model, batches),
+        **about(model, rows.loader),
         **{"rank": reading.rank, "ranks": reading.ranks},
     }
     files = Files(folder / f"rank{reading.rank}", settings)
     if not (files.done and settings["data set"] is not None):  # else its size is known
-        run.over(batches, files)
+        rows.over(rows.loader, files)
     with ranks.together("call collect"):
         ranks.gather_object(None)  # all parts are whole from here on
     return Activations(folder)

@@ -7,18 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hookkit.checks import (
-    check_choice,
-    check_flag,
-    check_function,
-    check_module,
-)
+from hookkit.checks import check_choice, check_flag, check_function, check_module
 from hookkit.collecting.accumulators import Accumulators
 from hookkit.collecting.batches import WHO, Field, Reading
 from hookkit.data import DataLoaders, batch_size, no_batches
@@ -30,14 +24,16 @@ from hookkit.hooks.parts import part_at
 from hookkit.modelinfo.untouched import untouched
 from hookkit.modules import unwrap
 from hookkit.nested import Inputs, describe, named_leaves
-from hookkit.selecting import Selection, select
+from hookkit.selecting import select
 
 
-@dataclass(eq=False)
 class Rows:
     """Runs a model batch by batch, and passes the rows that layers give on to a store.
 
+    Args: as for `collect`, which are checked here.
+
     Attributes:
+        layers: the modules by name.
         n_dims: how many dimensions are rows: 2 for samples and tokens.
         taken: the layers that have been called for this batch.
         shape: of samples, and tokens, as the first of them has it.
@@ -45,46 +41,35 @@ class Rows:
         ids: their ids.
     """
 
-    model: nn.Module
-    layers: Selection
-    reading: Reading
-    f: Callable[..., Any] | None
-    inputs: bool
-    dtype: torch.dtype | None
-    n: int | None
-    n_dims: int
-    stop: bool
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         model: nn.Module,
         loader: Any,
         modules: Any,
+        *,
         per: str,
         mask: Field,
         hook: Any,
         inputs: bool,
         dtype: Any,
-        ids: Field,
         stop: bool,
-        n: int | None,
-    ) -> tuple[Rows, Any]:
-        """From the arguments of `collect`, which are checked here; with the loader."""
-        check_module(WHO, model, "The model comes first: collect(model, loader, modules).")
+        ids: Field = None,
+        n: int | None = None,
+    ) -> None:
+        self.model = check_module(WHO, model, "The model comes first: collect(model, …).")
         check_choice(WHO, "per", per, ("sample", "token"))
-        kind: Any = "pre" if check_flag(WHO, "inputs", inputs) else "forward"
-        f = None if hook is None else check_function(WHO, hook, *KINDS[kind], name="hook")
+        self.n_dims, self.n = 1 + (per == "token"), n
+        self.inputs, self.stop = check_flag(WHO, "inputs", inputs), check_flag(WHO, "stop", stop)
+        arguments = KINDS["pre" if self.inputs else "forward"]
+        self.f = None if hook is None else check_function(WHO, hook, *arguments, name="hook")
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise OptionError(
                 f"{WHO}(dtype={dtype!r}): give a dtype of torch, such as torch.float16."
             )
-        batches = DataLoaders(loader).train  # its check
-        reading = Reading(model, batches, ids, mask)
+        self.dtype, self.loader = dtype, DataLoaders(loader).train  # its check
+        self.reading = Reading(model, self.loader, ids, mask)
         selectors = modules if isinstance(modules, list | tuple) else [modules]
-        layers = select(unwrap(model), *selectors)
-        stop, n_dims = check_flag(WHO, "stop", stop), 1 + (per == "token")
-        return cls(model, layers, reading, f, inputs, dtype, n, n_dims, stop), batches
+        self.layers = select(unwrap(model), *selectors)
 
     def over(self, loader: Any, store: Any) -> None:
         """Has `store` take the rows of each batch that it has not."""

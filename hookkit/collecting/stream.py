@@ -63,19 +63,18 @@ def activation_stream(
     size = check_number(WHO, "batch_size", batch_size, 1, whole=True, what="rows of a batch")
     buffer = 16 * size if buffer is None else buffer
     room = check_number(WHO, "buffer", buffer, size, whole=True, what="rows, at least a batch")
-    rows, batches = Rows.of(model, loader, module, per, mask, hook, inputs, dtype, None, stop, None)
+    chosen: dict[str, Any] = {"per": per, "mask": mask, "hook": hook, "inputs": inputs}
+    rows = Rows(model, loader, module, **chosen, dtype=dtype, stop=stop)
     if len(rows.layers) != 1:
         raise OptionError(
             f"{WHO}: one layer gives one stream, and these are {len(rows.layers)}: "
             f"{', '.join(map(repr, list(rows.layers)[:5]))}. Select one of them."
         )
-    return _batches(rows, batches, size, room, torch.Generator().manual_seed(seed))
+    return _batches(rows, size, room, torch.Generator().manual_seed(seed))
 
 
-def _batches(
-    rows: Rows, batches: Any, size: int, room: int, generator: torch.Generator
-) -> Iterator[Tensor]:
-    store, source, ended = _Buffer(), iter(batches), False
+def _batches(rows: Rows, size: int, room: int, generator: torch.Generator) -> Iterator[Tensor]:
+    store, source, ended = _Buffer(), iter(rows.loader), False
     while not ended:
         while len(store) < room and not ended:
             batch = next(source, _END)
