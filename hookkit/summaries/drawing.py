@@ -1,7 +1,7 @@
 """A summary drawn: equal siblings folded into one line, as text or as HTML that folds.
 
-Builds on `rows`; `result.Summary` is what is drawn. A line may represent many rows, so that the
-sum of `shown × times` over all lines is the total of the summary, whatever is folded or cut.
+Builds on `rows`; `result.Summary` is what is drawn. A line may stand for several rows, and shows
+the numbers of one: with its folds, all lines add up to the summary, whatever is folded or cut.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class Line:
     Attributes:
         label: the name below its parent, `0..11` for folded siblings.
         fold: how many siblings are drawn as this one.
-        times: rows of the model that it represents.
         shown: numbers of one of them: its own, or its total when it is closed.
         closed: the lines below it are not drawn.
         looks: equal for lines that look alike, with all below them; `size` says how many those are.
@@ -43,7 +42,6 @@ class Line:
     label: str
     inside: list[Line] = field(default_factory=list)
     fold: int = 1
-    times: int = 1
     shown: Totals = _NONE
     closed: bool = False
     looks: int = 0
@@ -68,10 +66,7 @@ def tree(rows: tuple[Row, ...], fold: bool, depth: int | None) -> Line:
     for line in walk(root):
         line.closed = bool(line.inside) and depth is not None and line.row.depth >= depth
         line.shown = line.row.total if line.closed else line.row.own
-        line.times *= line.fold
         line.inside = [] if line.closed else line.inside
-        for below in line.inside:
-            below.times = line.times
     return root
 
 
