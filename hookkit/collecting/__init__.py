@@ -3,7 +3,6 @@
 collecting    `collect`: to a folder, or into an accumulator.
 rows          A model run batch by batch, and what layers give, as rows.
 batches       A batch of a loader: the model's inputs, and the rows that count, with their ids.
-settings      What rows depend on, to be compared when a run goes on.
 files         The rows of one process on disk.
 activations   `Activations`: reading them.
 stream        `activation_stream`: rows in shuffled batches, from memory.

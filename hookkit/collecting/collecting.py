@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from hookkit.collecting.activations import Activations
 from hookkit.collecting.batches import WHO, Field
 from hookkit.collecting.files import Files
 from hookkit.collecting.rows import Rows
-from hookkit.collecting.settings import about, name_of
-from hookkit.errors import OptionError
+from hookkit.data import batch_size, n_batches
+from hookkit.errors import ArgumentError, OptionError
+from hookkit.modules import class_name, unwrap
 
 
 def collect(
@@ -112,8 +115,8 @@ def collect(
     settings = {
         "layers": layers,
         **{"per": per, "inputs": inputs, "dtype": dtype and str(dtype), "n": n},
-        **{"hook": name_of(hook), "mask": name_of(mask), "ids": name_of(ids)},
-        **about(model, rows.loader),
+        **{"hook": _name(hook), "mask": _name(mask), "ids": _name(ids)},
+        **_about(model, rows.loader),
         **{"rank": reading.rank, "ranks": reading.ranks},
     }
     files = Files(folder / f"rank{reading.rank}", settings)
@@ -122,3 +125,43 @@ def collect(
     with ranks.together("call collect"):
         ranks.gather_object(None)  # all parts are whole from here on
     return Activations(folder)
+
+
+def _name(x: Any) -> Any:
+    """What stands for a function, whose code cannot be compared, in an index."""
+    return getattr(x, "__qualname__", type(x).__name__) if callable(x) else x
+
+
+def _about(model: nn.Module, loader: Any) -> dict[str, Any]:
+    """What rows depend on, to be compared when a run goes on: weights, modes, the loader's size.
+
+    What cannot be compared (batches, the code of functions, edits on the model) is not.
+    """
+    root = unwrap(model)
+    tensors = [*root.parameters(), *root.buffers()]
+    if any(map(nn.parameter.is_lazy, tensors)):
+        raise ArgumentError(f"{WHO}: a parameter has no shape yet. Run the model once.")
+    modes = [m.training for m in root.modules()]
+    device = tensors[0].device.type if tensors else "cpu"
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    n_samples = n_batches(getattr(loader, "dataset", None))
+    if isinstance(loader, list | tuple):
+        n_samples = sum(map(batch_size, loader))
+    return {
+        "model": f"{class_name(root)} with weights {_check_sum(tensors):08x}",
+        "mode": f"training in {sum(modes)} of {len(modes)} modules",
+        "autocast": str(autocast),
+        **{"batches": n_batches(loader), "data set": n_samples},
+    }
+
+
+def _check_sum(tensors: Iterable[Any]) -> int:
+    """Of shapes and of the sum of all bytes of each tensor."""
+    texts = []
+    for t in tensors:
+        t = t.to_local() if hasattr(t, "to_local") else t  # this rank's part of a sharded one
+        texts.append(f"{tuple(t.shape)} {t.dtype}")
+        with suppress(RuntimeError, NotImplementedError):  # sparse, quantized, on meta
+            raw = t.detach().contiguous().flatten().view(torch.uint8)
+            texts.append(str(int(raw.sum(dtype=torch.int64))))
+    return zlib.crc32(" ".join(texts).encode())

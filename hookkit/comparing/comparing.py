@@ -1,6 +1,6 @@
 """`compare_models`: runs two models on the same inputs and compares what their layers give.
 
-Builds on `sides`, `saved` and `pairing`.
+Builds on `sides` and `pairing`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from hookkit.checks import check_callable, check_flag, check_module, check_numbe
 from hookkit.comparing.comparison import Comparison
 from hookkit.comparing.isolating import alone, fitted
 from hookkit.comparing.pairing import compared
-from hookkit.comparing.saved import read
-from hookkit.comparing.sides import WHO, Side, run, sum_of_outputs
+from hookkit.comparing.sides import WHO, Side, read, run, sum_of_outputs
 from hookkit.errors import ArgumentError, OptionError, SelectionError
 from hookkit.hooks.attach import check_hookable
 from hookkit.modules import can_run, find, unwrap, walk
