@@ -1,6 +1,6 @@
 """Change what a layer gives, takes, or gets as gradient, for the time of a `with`.
 
-edits     `edit_output(s)`, `edit_input(s)`, `edit_grad(s)`, `edit_function`: hooks that replace.
+making    `edit_output(s)`, `edit_input(s)`, `edit_grad(s)`, `edit_function`: hooks that replace.
 edit      `Edit`: what such a hook calls, for the user's function.
 changes   Ready-made edits: `zero`, `scale`, `add`, `replace`, `patch_from`, for all of a value or
           a part of it.
@@ -9,7 +9,7 @@ skipping  `skip_module` passes over a module.
 """
 
 from hookkit.editing.changes import add, patch_from, replace, scale, zero
-from hookkit.editing.edits import (
+from hookkit.editing.making import (
     edit_function,
     edit_grad,
     edit_grads,
