@@ -9,14 +9,14 @@ autograd graph, so it must not hold the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hookkit.nested import Inputs, leaves, tmap
+from hookkit.nested import Inputs, leaves, parts_of, tmap
 
 Receive = Callable[[int, Tensor], Any]
 """`receive(i, grad)` gets the gradient of leaf `i`; what it returns, unless None, replaces it."""
@@ -48,13 +48,27 @@ def listen_inputs(module: nn.Module, inputs: Inputs, part: Any, receive: Receive
     """Has `receive` called for each leaf of `part`, of the inputs; called in a forward-pre hook.
 
     Returns:
-        `part`, each tensor as a view of its own; of a module that works in place, as it is.
+        `part`, each tensor as a view of its own. As they are: of a module that works in place, and
+        what is in a list or a dict, which the module may change for its caller.
     """
-    return _listen(part, () if getattr(module, "inplace", False) else inputs, receive)
+    given = () if getattr(module, "inplace", False) else inputs
+    return _listen(part, given, receive, _in_tuples(part))
 
 
-def _listen(x: Any, given: Any, receive: Receive) -> Any:
-    """`x` with a hook on each tensor; views where it is among `given`, a leaf, or there twice."""
+def _in_tuples(x: Any) -> list[bool]:
+    """For each leaf of `x` whether tuples alone hold it."""
+    if isinstance(x, Tensor):
+        return [True]
+    if isinstance(x, tuple):
+        return [free for _, part in parts_of(x) for free in _in_tuples(part)]
+    return [False] * len(leaves(x))
+
+
+def _listen(x: Any, given: Any, receive: Receive, free: Sequence[bool] | None = None) -> Any:
+    """`x` with a hook on each tensor; views where it is among `given`, a leaf, or there twice.
+
+    Only those that are `free`, if that is given, are exchanged.
+    """
     # by identity, as a graph of torch.compile would be guarded by ids
     others = [*leaves(x), *leaves(given)]
     numbers = iter(range(len(leaves(x))))
@@ -63,7 +77,8 @@ def _listen(x: Any, given: Any, receive: Receive) -> Any:
         i = next(numbers)
         if not t.requires_grad:
             return t
-        if t.is_leaf or sum([t is other for other in others]) > 1:
+        is_free = free is None or free[i]
+        if is_free and (t.is_leaf or sum([t is other for other in others]) > 1):
             t = t.view_as(t) if t.layout is torch.strided and not t.is_nested else t
         t.register_hook(partial(receive, i))  # type: ignore[no-untyped-call]
         return t

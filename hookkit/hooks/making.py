@@ -123,8 +123,9 @@ def hook_input(
 
     With `grad=True` the gradients of that: a tuple with one entry for each tensor among the
     positional inputs and then the keyword inputs, None where none arrived. Each comes to the module
-    as a view, which has a gradient of its own; a layer with `inplace=True` gets the tensor itself,
-    whose gradient is that of all its uses. So `MultiheadAttention`, which tests `query is key`,
+    as a view, which has a gradient of its own. A layer with `inplace=True` gets the tensor itself,
+    and each layer the lists and dicts themselves, which it may change for its caller: the gradient
+    of a tensor there is that of all its uses. `MultiheadAttention`, which tests `query is key`,
     computes its projections one by one, and the last digits can differ; and where an input has
     several uses (a residual), gradients of the layers before can differ in the last digits, since
     they are summed in another order.
