@@ -144,3 +144,17 @@ def test_a_checkpoint_is_edited_again(
     checkpointed = grads(lambda x: checkpoint(net, x, use_reentrant=reentrant))
     for a, b in zip(checkpointed, grads(net), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_operators_are_edited_and_calls_in_place_are_refused() -> None:
+    a = torch.full((2,), 2.0)
+
+    with edit_function(torch.sub, scale(10)), edit_function(torch.div, scale(10)):
+        assert (1 - a).tolist() == (a - 3).tolist() == [-10, -10]
+        assert (1 / a).tolist() == [5, 5]
+    with edit_function(Tensor.__getitem__, zero()):
+        assert a[0] == 0
+    with pytest.raises(HookError, match="add_ writes its"), edit_function(torch.add, zero()):
+        a += 1
+    with pytest.raises(HookError, match="writes"), edit_function(Tensor.__setitem__, zero()):
+        a[0] = 1

@@ -53,6 +53,13 @@ def plain_name(f: Any) -> str:
     return "div" if name == "truediv" else name
 
 
+def _writes(name: str) -> bool:
+    """Whether a function of this name works in place: `relu_`, `__iadd__`, `__setitem__`."""
+    if not name.startswith("__"):
+        return name.endswith("_")
+    return name == "__setitem__" or (name[2] == "i" and hasattr(Tensor, f"__{name[3:]}"))
+
+
 class FunctionCall:
     """The call of a torch function, in the place of a module.
 
@@ -130,7 +137,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         if where is None:
             return func(*args, **kwargs)
         if self.switch.edit and (
-            func.__name__.endswith("_") or kwargs.get("inplace") or kwargs.get("out") is not None
+            _writes(func.__name__) or kwargs.get("inplace") or kwargs.get("out") is not None
         ):
             raise HookError(
                 f"{self.switch.who}: {func.__name__} writes its result into a tensor that it is "
