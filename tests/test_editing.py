@@ -554,3 +554,11 @@ def test_doubling_each_layer_of_the_zoo_is_doubling_by_hand(entry: Entry) -> Non
 
 def doubled(t: Tensor) -> Tensor:
     return t * 2 if t.is_floating_point() or t.is_complex() else t
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, on nested tensors
+def test_an_edit_of_whole_tensors_takes_those_that_have_no_parts() -> None:
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+    assert scale(2)(nn.Identity(), torch.eye(3).to_sparse()).to_dense().sum() == 6
+    assert [t.sum() for t in add(1)(nn.Identity(), ragged).unbind()] == [4, 6]

@@ -65,7 +65,7 @@ class Change:
         """One tensor, changed."""
         if isinstance(other, Tensor):
             other = other.to(x.device)
-        new = self.new(x[self.at], other)
+        new = self.new(x if self.at is ... else x[self.at], other)
         fraction = new.is_floating_point() if isinstance(new, Tensor) else isinstance(new, float)
         if fraction and not (x.is_floating_point() or x.is_complex()):
             raise HookError(f"{describe(new)} of fractions does not go into a tensor of {x.dtype}")

@@ -21,7 +21,8 @@ def skip_module(module: nn.Module, value: Any) -> Iterator[None]:
     Nothing inside it runs, whatever it is called with and wherever it is called: a shared module is
     skipped in each place. Hooks on the module itself see the value. In the block compiled models
     run eagerly, and the layers of a TransformerEncoder call their parts, without PyTorch's fused
-    path. It warns if the module was never called.
+    path. It warns if the module was never called. Copies of the model made in the block go on
+    skipping.
 
     Args:
         module: any module that is not scripted.
