@@ -1,6 +1,7 @@
 """hook_all, print_sizes and hook_tensor: blocks inside their own blocks, removals in any order."""
 
 import io
+import threading
 from typing import Any
 
 import pytest
@@ -112,3 +113,20 @@ def test_the_gradient_of_a_tensor_goes_where_the_hook_went() -> None:
     y.sum().backward()  # the graph held nothing of the hook
 
     assert x.grad is not None
+
+
+def test_hook_all_sees_another_thread_while_its_function_runs() -> None:
+    layer, other = nn.ReLU(), nn.Tanh()
+    seen = []
+
+    def see(m: nn.Module, i: Any, o: Any) -> None:
+        seen.append(type(m).__name__)
+        if m is layer:
+            thread = threading.Thread(target=other, args=(torch.ones(1),))
+            thread.start()
+            thread.join()
+
+    with hook_all(see):
+        layer(torch.ones(1))
+
+    assert seen == ["ReLU", "Tanh"]

@@ -155,7 +155,8 @@ def edit_grad(module: nn.Module, f: Function) -> Hooks:
     """Replaces the gradient of each tensor that `module` returns by what `f(module, grad)` returns.
 
     Backward goes on from there with the replacement. Forward and backward have to run inside the
-    block. It sees the gradient after the edits and hooks that were written before it.
+    block. It sees the gradient after the edits and hooks that were written before it, and after
+    those on a module inside that gives the same tensor.
 
     Args:
         module: the layer.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from threading import local
 from typing import Any, TextIO
 
 import torch
@@ -104,7 +105,7 @@ class GlobalHook:
     """A function called at each call of every module of the process. See `hook_all`."""
 
     def __init__(self, func: Callable[..., Any], types: Any, pre: bool) -> None:
-        self.func, self.types, self.n_calls, self._busy = func, types, 0, False
+        self.func, self.types, self.n_calls, self._thread = func, types, 0, local()
         self._undo = ExitStack()
         self._undo.enter_context(layer_by_layer())
         register = register_module_forward_pre_hook if pre else register_module_forward_hook
@@ -115,14 +116,15 @@ class GlobalHook:
         self._undo.close()
 
     def _call(self, module: nn.Module, args: Any, *output: Any) -> None:
-        if self._busy or recomputing() or not isinstance(module, self.types):
+        busy = getattr(self._thread, "busy", False)  # the function may call a module itself
+        if busy or recomputing() or not isinstance(module, self.types):
             return
         self.n_calls += 1
-        self._busy = True  # the function may call a module itself
+        self._thread.busy = True
         try:
             called(self.func, module, *[tmap(Tensor.detach, x) for x in (Inputs(args), *output)])
         finally:
-            self._busy = False
+            self._thread.busy = False
 
     def __enter__(self) -> GlobalHook:
         return self
