@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import hookkit.hooks.eager as eager
 from hookkit.editing import edit_grad, edit_input, edit_output, scale, zero
+from hookkit.errors import NeverFiredWarning
 from hookkit.features import feature_extractor
 from hookkit.hooks import hook_all, hook_input, hook_inputs, hook_output, hook_outputs, print_sizes
 from hookkit.swapping import Catcher, swap
@@ -263,6 +264,16 @@ def test_a_second_model_of_a_compiled_class_is_captured_or_reported(x: Tensor) -
     else:
         torch.testing.assert_close(stored, net.a(x).detach())
     h.remove()
+
+
+def test_a_stop_in_what_is_compiled_inside_the_block_is_reported(net: Net, x: Tensor) -> None:
+    compiled = torch.compile(net, backend="eager")
+
+    report = pytest.warns(NeverFiredWarning, match=r"does not end a forward that is compiled")
+    with report, hook_output(net.a, stop=True) as h:
+        compiled(x)
+
+    torch.testing.assert_close(h.stored, net.a(x).detach())
 
 
 # --- forgetting graphs
