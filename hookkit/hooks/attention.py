@@ -120,10 +120,10 @@ def _shape(scores: Tensor) -> tuple[int, ...]:
 
 
 def _written_out(
-    input: Tensor, dim: Any = None, *rest: Any, dtype: Any = None, **_: Any
+    input: Tensor, dim: Any = None, *rest: Any, dtype: Any = None, out: Any = None, **_: Any
 ) -> tuple[Tensor, dict[str, Any]] | None:
-    """The scores and the options of a softmax, if it is over the last dimension."""
-    if dim not in (-1, input.dim() - 1) or not input.is_floating_point():
+    """The scores and the options of a softmax, if it is over the last dimension of a new tensor."""
+    if dim not in (-1, input.dim() - 1) or not input.is_floating_point() or out is not None:
         return None
     dtype = next((x for x in rest if isinstance(x, torch.dtype)), dtype)
     return input, {"dim": -1} | ({} if dtype is None else {"dtype": dtype})
