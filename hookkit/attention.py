@@ -31,8 +31,9 @@ def hook_attention(
     Attention is `F.scaled_dot_product_attention`, fused or not; `nn.MultiheadAttention`, also in an
     encoder layer; and a softmax over the last of four dimensions, as eager attention has it. Masks,
     the causal mask, scale, groups of heads and caches are those of the call; dropout is left out.
-    The run is not changed, and fused attention stays fused. Memory: all patterns, unless `keep`
-    says otherwise.
+    The run is not changed, and fused attention stays fused; only that of `nn.TransformerEncoder`
+    in evaluation mode runs layer by layer, so that padded positions have values in place of 0.
+    Memory: all patterns, unless `keep` says otherwise.
 
     Not seen: `flex_attention`, a softmax over three dimensions (`hook_function(F.softmax)` stores
     it), and other threads.
@@ -79,7 +80,8 @@ def edit_attention(
     """Replaces the attention pattern of each attention in `within`, for the time of a `with`.
 
     Attention whose pattern is edited is computed from it, `dropout(pattern) @ value`; all other
-    calls stay as they are, fused. Of which attention is seen, and how layers are named: see
+    calls stay as they are, fused, and only these are seen by hooks on functions further out. Of
+    which attention is seen, and how layers are named: see
     `hook_attention`. Around `generate`, `at` counts the keys from the first token and the queries
     from the first of the call.
 

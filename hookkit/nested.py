@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import re
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ def is_container(x: Any) -> bool:
     """Whether `parts_of` takes `x` apart; it may be empty."""
     if dataclasses.is_dataclass(x):
         return not isinstance(x, (type, nn.Module))
-    return isinstance(x, (tuple, list, deque, Mapping))
+    return isinstance(x, (tuple, list, deque, MutableMapping))
 
 
 def parts_of(x: Any) -> list[tuple[str, Any]]:
@@ -93,7 +93,13 @@ def rebuilt(x: Any, new: list[Any]) -> Any:
     if isinstance(x, Inputs):
         return Inputs(new[: len(x)], dict(zip(x.kwargs, new[len(x) :], strict=True)))
     if isinstance(x, tuple):
-        return type(x)._make(new) if hasattr(x, "_make") else type(x)(new)
+        if hasattr(x, "_make"):
+            return type(x)._make(new)
+        if type(x) is tuple or hasattr(x, "n_fields"):  # torch.return_types
+            return type(x)(new)
+        own: Any = tuple.__new__(type(x), new)  # whatever its class's `__new__` takes
+        getattr(own, "__dict__", {}).update(getattr(x, "__dict__", {}))
+        return own
     made = copy.copy(x)
     if isinstance(x, (list, deque)):
         made.clear()

@@ -16,7 +16,6 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import hookkit.hooks.eager as eager
 from hookkit.editing import edit_grad, edit_input, edit_output, scale, zero
-from hookkit.errors import NeverFiredWarning
 from hookkit.features import feature_extractor
 from hookkit.hooks import hook_all, hook_input, hook_inputs, hook_output, hook_outputs, print_sizes
 from hookkit.swapping import Catcher, swap
@@ -266,14 +265,28 @@ def test_a_second_model_of_a_compiled_class_is_captured_or_reported(x: Tensor) -
     h.remove()
 
 
-def test_a_stop_in_what_is_compiled_inside_the_block_is_reported(net: Net, x: Tensor) -> None:
-    compiled = torch.compile(net, backend="eager")
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_what_is_first_called_in_a_block_runs_eagerly_in_it(optimizer: bool, x: Tensor) -> None:
+    nets = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)))
+    if optimizer:
+        torch.optim.Adam(nets.parameters())
+    own = [nets[1][0](nets[0](k * x)) for k in (1, 2)]
+    ablated = [nets[2](nets[1][1](0 * own[0]))] * 2
+    for net in nets:  # graphs that all of them share
+        net.compile(backend="eager")
 
-    report = pytest.warns(NeverFiredWarning, match=r"does not end a forward that is compiled")
-    with report, hook_output(net.a, stop=True) as h:
-        compiled(x)
+    with hook_output(nets[1][0], keep="all") as h:
+        for k in (1, 2):
+            nets(k * x)
+    with edit_output(nets[1][0], zero()):
+        edited = [nets(k * x) for k in (1, 2)]
+    with hook_output(nets[1][0], stop=True) as stopped:
+        nets(x)
+        raise AssertionError("not reached")
 
-    torch.testing.assert_close(h.stored, net.a(x).detach())
+    torch.testing.assert_close(h.calls, [t.detach() for t in own])
+    torch.testing.assert_close(edited, ablated)
+    torch.testing.assert_close(stopped.stored, own[0].detach())
 
 
 # --- forgetting graphs

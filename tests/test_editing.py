@@ -10,6 +10,7 @@ import pytest
 import torch
 from backwards import BackwardIn, here, pytorchs_thread
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 from zoo import ZOO, Entry
 
@@ -562,3 +563,45 @@ def test_an_edit_of_whole_tensors_takes_those_that_have_no_parts() -> None:
 
     assert scale(2)(nn.Identity(), torch.eye(3).to_sparse()).to_dense().sum() == 6
     assert [t.sum() for t in add(1)(nn.Identity(), ragged).unbind()] == [4, 6]
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 5, 8)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        results = []
+        for edit in (zero(), lambda o: o * 0, replace(2.0), lambda o: o * 0 + 2):
+            with edit_outputs(select(encoder, "**.linear1"), edit):
+                results.append(encoder(x, src_key_padding_mask=padding))
+    torch.testing.assert_close(results[::2], results[1::2])
+
+
+def test_a_packed_sequence_is_one_input() -> None:
+    lstm = nn.LSTM(2, 3)
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+
+    with edit_input(lstm, lambda inputs: inputs[0]):
+        out, _ = lstm(packed)
+
+    assert torch.equal(out.data, lstm(packed)[0].data)
+
+
+def test_a_patch_goes_from_the_same_part_whatever_the_shapes_are() -> None:
+    layer, clean = nn.Identity(), torch.arange(5.0).view(1, 5, 1)
+    with hook_output(layer) as run:
+        layer(clean)
+
+    with edit_output(layer, patch_from(run, at=(slice(None), [1, 0, 2, 3, 4]))):
+        torch.testing.assert_close(layer(clean * 0), clean)
+    shorter = pytest.raises(HookError, match=r"the other run had 1×5×1, and 1×7×1 is there")
+    with shorter, edit_output(layer, patch_from(run, at=(slice(None), slice(2, 7)))):
+        layer(torch.zeros(1, 7, 1))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_calls_of_another_run_are_not_guessed_in_a_checkpoint(reentrant: bool) -> None:
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    with hook_output(layer, keep="all") as run:
+        layer(layer(x))
+
+    patched = edit_output(layer, patch_from(run, at=(slice(None), 0)))
+    with pytest.raises(HookError, match="does not say which call this is"), patched:
+        checkpoint(lambda x: layer(layer(x)), x, use_reentrant=reentrant).sum().backward()

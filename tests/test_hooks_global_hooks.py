@@ -1,5 +1,6 @@
 """hook_all, print_sizes and hook_tensor: blocks inside their own blocks, removals in any order."""
 
+import copy
 import io
 import threading
 from typing import Any
@@ -113,6 +114,15 @@ def test_the_gradient_of_a_tensor_goes_where_the_hook_went() -> None:
     y.sum().backward()  # the graph held nothing of the hook
 
     assert x.grad is not None
+
+
+def test_sizes_of_a_shallow_copy_are_printed(net: nn.Sequential, x: Tensor) -> None:
+    file = io.StringIO()
+    with print_sizes(net, file=file):
+        copy.copy(net[0])(x)
+        net(x)
+
+    assert file.getvalue().startswith("4×5 → 4×10  (a copy) (Linear)\n4×5 → 4×10  0 (Linear)\n")
 
 
 def test_hook_all_sees_another_thread_while_its_function_runs() -> None:

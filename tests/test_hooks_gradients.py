@@ -237,6 +237,25 @@ def test_a_module_may_change_the_lists_and_dicts_of_its_caller() -> None:
     assert [[g.sum().item() for g in call] for call in h.calls] == [[6], [2, 1]]
 
 
+def test_a_dict_that_is_handed_on_stays_the_callers() -> None:
+    def f(name: str) -> Callable[..., Any]:
+        def add(state: dict[str, Tensor]) -> dict[str, Tensor]:
+            state[name] = state["x"] * 2
+            return state
+
+        return add
+
+    net = nn.Sequential(Calls(f("h")), Calls(f("y")))
+    state = {"x": torch.ones(2, requires_grad=True)}
+
+    with hook_outputs(net, grad=True) as h:
+        assert net(state) is state
+        (state["h"] + 3 * state["y"]).sum().backward()
+
+    assert [*state] == ["x", "h", "y"]
+    assert [g[0].item() for g in h[1].stored] == [8, 1, 3]
+
+
 def test_the_three_inputs_of_self_attention_have_a_gradient_each() -> None:
     torch.manual_seed(0)
     m = nn.MultiheadAttention(4, 2, batch_first=True).double()

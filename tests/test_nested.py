@@ -1,6 +1,7 @@
 """Walking, mapping, naming and describing every structure a module gives or takes."""
 
 import collections
+import types
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,11 @@ class MyTuple(tuple):
     __slots__ = ()
 
 
+class Box(tuple):  # type: ignore[type-arg]
+    def __new__(cls, low: Any, high: Any) -> "Box":
+        return super().__new__(cls, (low, high))
+
+
 STRUCTURES: dict[str, tuple[Any, list[str], str]] = {
     "tensor": (A, [""], "2×3"),
     "scalar": (torch.tensor(1.0), [""], "scalar"),
@@ -63,6 +69,8 @@ STRUCTURES: dict[str, tuple[Any, list[str], str]] = {
     "model output": (Output(y=A, z=(B,)), ["['y']", "['z'][0]"], "Output(y=2×3, z=(4,))"),
     "list subclass": (MyList([A]), ["[0]"], "MyList(2×3)"),
     "tuple subclass": (MyTuple([A]), ["[0]"], "MyTuple(2×3)"),
+    "own new": (Box(A, B), ["[0]", "[1]"], "Box(2×3, 4)"),
+    "fixed mapping": (types.MappingProxyType({"a": 1}), [], "mappingproxy"),
     "inputs": (Inputs((A,), {"mask": B}), ["[0]", "['mask']"], "(2×3, mask=4)"),
     "none": (None, [], "None"),
     "text": ("text", [], "'text'"),

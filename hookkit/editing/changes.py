@@ -69,9 +69,12 @@ class Change:
         fraction = new.is_floating_point() if isinstance(new, Tensor) else isinstance(new, float)
         if fraction and not (x.is_floating_point() or x.is_complex()):
             raise HookError(f"{describe(new)} of fractions does not go into a tensor of {x.dtype}")
-        if self.at is ... and isinstance(new, Tensor) and new.shape == x.shape:
-            return new.to(x.dtype)  # all of it: nothing to copy
+        whole = self.at is ...
+        if whole and isinstance(new, Tensor) and (x.is_nested or new.shape == x.shape):
+            return new.to(x.dtype)  # nothing to copy
         made = x.clone()
+        if whole and not isinstance(new, Tensor):
+            return made.fill_(new)  # a nested tensor has no parts
         made[self.at] = new
         return made
 
@@ -199,7 +202,9 @@ def patch_from(
         part = x[place]
         if from_at is not None:
             return _for_each_sample(v[from_at], part)
-        return v if v.shape == part.shape else _for_each_sample(v, x)[place]
+        if v.shape == part.shape != x.shape and isinstance(run, Mapping):
+            return v  # the part itself; what hooks have is all of it
+        return _for_each_sample(v, x)[place]
 
     def given(value: Any, module: nn.Module, hook: Any) -> list[Any]:
         return [one(x, v) for x, v in _pairs(value, _stored(run, module, hook))]
@@ -283,6 +288,11 @@ def _value(h: Hook, n: int) -> Any:
     """What `h` stored: of each call, the `n`-th; else the last."""
     value = h.stored
     if h.switch.keep == "all":
+        if n and recomputing():
+            raise HookError(
+                "a checkpoint that runs a layer several times does not say which call this is, so "
+                'the other run cannot be followed call by call. Capture with keep="last".'
+            )
         if n >= len(h.calls):
             raise HookError(
                 f"call {n + 1} has no counterpart among the {len(h.calls)} calls of the other run. "

@@ -230,11 +230,6 @@ class Registered:
         block, idle = self.switch, reasons(self._each())
         texts = [f"{label}: {why}" for label, why in idle.items()]
         few = "; ".join(texts[:5]) + (f"; and {len(texts) - 5} more" if texts[5:] else "")
-        if block.stop and waiting and not idle:
-            return (
-                f"{block.who}: stop=True does not end a forward that is compiled inside the block, "
-                "so all of it ran. The stored values are correct. Run the model once before."
-            )
         if block.stop and waiting:
             what = "stop=True was never reached, so the whole forward ran. Never fired: "
         elif block.stop and self._each():

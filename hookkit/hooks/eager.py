@@ -74,10 +74,14 @@ def has_compiled() -> bool:
 def enter_eager(owner: object, always: bool = False) -> None:
     """Compiled functions run eagerly from now on, until `EAGER.end(owner)`.
 
-    Without `always` only if something has been compiled by now: then what is compiled for the first
-    time inside a block is compiled with the block's hooks.
+    Without `always` only if something was given to the compiler, or has been compiled, by now.
     """
-    loaded = has_compiled() or (always and "torch._dynamo.eval_frame" in sys.modules)
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    # Private: `cached_backends` of `torch._dynamo.eval_frame`, those that torch.compile was called
+    # with, None of optimizers (since 2.1). Without it what is compiled for the first time inside a
+    # block is compiled with its hooks, in graphs that layers of one class share.
+    wanted = any(getattr(frames, "cached_backends", {}).values())
+    loaded = has_compiled() or wanted or (always and frames is not None)
     if loaded and not torch.compiler.is_compiling():
         EAGER.begin(owner)
 

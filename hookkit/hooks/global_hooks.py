@@ -205,7 +205,7 @@ def print_sizes(model: nn.Module, file: TextIO | None = None) -> Hooks:
 
     def write(module: nn.Module, inputs: Inputs, output: Any) -> None:
         given = describe(inputs[0] if len(inputs) == 1 and not inputs.kwargs else inputs)
-        name, kind = names[id(module)], type(module).__name__
+        name, kind = names.get(id(module), "(a copy)"), type(module).__name__  # DataParallel's
         print(f"{given} → {describe(output)}  {name} ({kind})", file=file or sys.stdout)
 
     return Hooks.made(ms, Block("print_sizes", "forward", write, keep="none"))

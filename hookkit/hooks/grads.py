@@ -9,7 +9,7 @@ autograd graph, so it must not hold the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,9 @@ def listen_output(
         if own and not any(base is x or base is getattr(x, "_base", None) for x in args):
             base.register_hook(partial(_reshaped, receive, output.shape))  # type: ignore
             return None
-    new = _listen(output, (args, kwargs), receive)
+    users = [*args, *kwargs.values()]
+    free = _free(output, lambda x: any(x is given for given in users))
+    new = _listen(output, (args, kwargs), receive, free)
     return None if new is output else new
 
 
@@ -52,22 +54,22 @@ def listen_inputs(module: nn.Module, inputs: Inputs, part: Any, receive: Receive
         what is in a list or a dict, which the module may change for its caller.
     """
     given = () if getattr(module, "inplace", False) else inputs
-    return _listen(part, given, receive, _in_tuples(part))
+    return _listen(part, given, receive, _free(part, lambda x: True))
 
 
-def _in_tuples(x: Any) -> list[bool]:
-    """For each leaf of `x` whether tuples alone hold it."""
+def _free(x: Any, is_users: Callable[[Any], bool]) -> list[bool]:
+    """For each leaf of `x` whether it can be exchanged: it is in no list or dict of the user's."""
     if isinstance(x, Tensor):
         return [True]
-    if isinstance(x, tuple):
-        return [free for _, part in parts_of(x) for free in _in_tuples(part)]
+    if isinstance(x, tuple) or not is_users(x):
+        return [free for _, part in parts_of(x) for free in _free(part, is_users)]
     return [False] * len(leaves(x))
 
 
-def _listen(x: Any, given: Any, receive: Receive, free: Sequence[bool] | None = None) -> Any:
+def _listen(x: Any, given: Any, receive: Receive, free: list[bool]) -> Any:
     """`x` with a hook on each tensor; views where it is among `given`, a leaf, or there twice.
 
-    Only those that are `free`, if that is given, are exchanged.
+    Only those that are `free` are exchanged.
     """
     # by identity, as a graph of torch.compile would be guarded by ids
     others = [*leaves(x), *leaves(given)]
@@ -77,8 +79,7 @@ def _listen(x: Any, given: Any, receive: Receive, free: Sequence[bool] | None = 
         i = next(numbers)
         if not t.requires_grad:
             return t
-        is_free = free is None or free[i]
-        if is_free and (t.is_leaf or sum([t is other for other in others]) > 1):
+        if free[i] and (t.is_leaf or sum([t is other for other in others]) > 1):
             t = t.view_as(t) if t.layout is torch.strided and not t.is_nested else t
         t.register_hook(partial(receive, i))  # type: ignore[no-untyped-call]
         return t

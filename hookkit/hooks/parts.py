@@ -58,7 +58,7 @@ def new_inputs(hook: Any, inputs: Inputs, new: Any) -> tuple[tuple[Any, ...], An
     """The positional and keyword inputs that `new` stands for; raises unless there are as many."""
     if isinstance(new, Inputs):
         return tuple(new), new.kwargs
-    values = new if isinstance(new, tuple) else (new,)
+    values = new if type(new) is tuple else (new,)  # a PackedSequence is one value
     if len(values) != len(inputs):
         raise HookError(
             f"{hook.switch.who} on {hook.label}: {len(values)} positional inputs were returned, "
