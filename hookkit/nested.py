@@ -139,10 +139,10 @@ def leaves(x: Any) -> list[Tensor]:
     return [t for _, part in parts_of(x) for t in leaves(part)]
 
 
-def tmap(f: Callable[[Tensor], Any], x: Any) -> Any:
+def tmap(f: Callable[[Tensor], Any], x: Any, *, fresh: bool = False) -> Any:
     """`x` with `f(t)` in the place of every tensor `t`; containers keep their types.
 
-    A container in which nothing changed is the same object.
+    A container in which nothing changed is the same object; with `fresh` a list or dict is another.
 
     >>> import torch
     >>> tmap(lambda t: t.shape[0], (torch.ones(2), {"a": torch.ones(3), "b": None}))
@@ -157,9 +157,9 @@ def tmap(f: Callable[[Tensor], Any], x: Any) -> Any:
         old: list[Any] = list(x)
     else:
         old = [part for _, part in parts_of(x)]
-    new = [tmap(f, part) for part in old]
+    new = [tmap(f, part, fresh=fresh) for part in old]
     if all(a is b for a, b in zip(new, old, strict=True)):
-        return x
+        return copy.copy(x) if fresh and kind in (list, dict) else x
     return kind(new) if kind is tuple else rebuilt(x, new)
 
 

@@ -26,7 +26,7 @@ from hookkit.errors import (
     OverwrittenWarning,
     SelectionError,
 )
-from hookkit.hooks import Hook, Hooks, hook_output, hook_outputs
+from hookkit.hooks import Hook, Hooks, hook_inputs, hook_output, hook_outputs
 from hookkit.selecting import select
 from hookkit.summaries import summary
 
@@ -83,6 +83,21 @@ def test_a_live_hook_keeps_what_a_container_held() -> None:
         layer(X).clear()
 
     assert h.stored[0] is X
+
+
+def test_lists_and_dicts_are_stored_as_they_were() -> None:
+    class Appends(nn.Module):
+        def forward(self, x: Tensor, found: dict[str, list[Tensor]]) -> Tensor:
+            found["skips"].append(x)
+            return x * 2
+
+    net, found = [Appends(), Appends()], {"skips": list[Tensor]()}
+    with hook_inputs(net) as h, hook_inputs(net, detach=False) as live:
+        net[1](net[0](X, found), found)
+
+    for hooks in (h, live):
+        assert [len(inputs[1]["skips"]) for inputs in hooks.stored] == [0, 1]
+    assert len(found["skips"]) == 2
 
 
 # --- threads, copies, Ctrl-C

@@ -28,8 +28,7 @@ def hook_output(
     """A `Hook` that stores what `module` returns, or with `grad=True` the gradient of that.
 
     `stored` has the structure of the output: tuples, lists, dicts, deques and dataclasses, with
-    copies of the tensors. Another object that holds tensors (a KV cache, a set), and a list or dict
-    without any, is stored as it is.
+    copies of the tensors. Another object that holds tensors (a KV cache, a set) is stored as it is.
 
     With `grad` it is a tuple with the gradient of each tensor of the output (None where none
     arrived), filled in by the backward pass: that of all uses of the tensor, as `retain_grad()`

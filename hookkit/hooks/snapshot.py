@@ -83,15 +83,7 @@ def store(x: Any, block: Block, given: Iterable[Any] | None = None) -> Any:
 
     if type(x) is Tensor:
         return one(x)
-    if not block.detach and not block.cpu:
-        return copied_containers(x)
-    return tmap(one, x)
-
-
-def copied_containers(x: Any) -> Any:
-    """A copy of the containers of `x` with the same tensors, as the model may change its own."""
-    tensors = iter(leaves(x))
-    return tmap(lambda t: next(tensors), tmap(Tensor.detach, x))
+    return tmap(one, x, fresh=True)  # the model may change its own lists and dicts
 
 
 def _sent(t: Tensor, block: Block) -> Tensor:
