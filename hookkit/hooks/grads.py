@@ -54,7 +54,8 @@ def listen_inputs(module: nn.Module, inputs: Inputs, part: Any, receive: Receive
         what is in a list or a dict, which the module may change for its caller.
     """
     given = () if getattr(module, "inplace", False) else inputs
-    return _listen(part, given, receive, _free(part, lambda x: True))
+    may_change = isinstance(module, nn.Module)  # torch's functions change none
+    return _listen(part, given, receive, _free(part, lambda x: may_change))
 
 
 def _free(x: Any, is_users: Callable[[Any], bool]) -> list[bool]:
