@@ -134,8 +134,8 @@ class _Counted:
         self.storages.add(key)
         return size if new else 0
 
-    def add(self, row: Row, name: str, params: dict[str, Tensor], buffers: list[Tensor]) -> Row:
-        """`row` with the numbers of what `name` holds, and notes on what is odd about it."""
+    def of(self, name: str, params: dict[str, Tensor], buffers: list[Tensor]) -> dict[str, Any]:
+        """The numbers of what `name` holds, as a row has them, and notes on what is odd."""
         new, notes = [], list[str]()
         for key, p in params.items():
             here = join(name, key)
@@ -150,40 +150,39 @@ class _Counted:
         if not any(n for n, _ in sizes):
             sizes = [(1, trains) for _, trains in sizes]  # lazy ones have no elements yet
         free = share(sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains))
-        return replace(
-            row,
-            n_params=sum(map(numel, new)),
-            n_trainable=sum(numel(p) for p in new if p.requires_grad),
-            param_bytes=sum(map(self.bytes_of, new)),
-            buffer_bytes=sum(map(self.bytes_of, buffers)),
-            trainable=free if params else None,
-            dtype=", ".join(dict.fromkeys(map(dtype_name, params.values()))) or row.dtype,
-            notes=(*notes, *row.notes),
-        )
+        return {
+            "n_params": sum(map(numel, new)),
+            "n_trainable": sum(numel(p) for p in new if p.requires_grad),
+            "param_bytes": sum(map(self.bytes_of, new)),
+            "buffer_bytes": sum(map(self.bytes_of, buffers)),
+            "trainable": free if params else None,
+            "dtype": ", ".join(dict.fromkeys(map(dtype_name, params.values()))),
+            "notes": tuple(notes),
+        }
 
 
 def _rows_at(place: Place, trace: Trace | None, counted: _Counted) -> Iterator[Row]:
     """The row of the module at `place`, then those of its bare parameters."""
     m, name = place.module, place.name
     kind = str(getattr(m, "original_name", type(m).__name__))  # of a scripted module the user's
-    row = Row(name, "module", kind, place.depth)
     if not place.is_first:
         note = f"same as {place.first or 'the model itself'}"
-        yield replace(row, kind="again", notes=(note,), leaf=False)
+        yield Row(name, "again", kind, place.depth, notes=(note,), leaf=False)
         return
     bare = place.params if place.inside else {}
-    row = replace(row, extra=_extra(m), leaf=not place.inside)
-    if trace is not None:
-        row = _with_calls(row, place, trace)
-    if place.parametrized:
-        row = replace(row, notes=("parametrized " + ", ".join(place.parametrized), *row.notes))
-    yield counted.add(row, name, {} if bare else place.params, place.buffers)
+    held = counted.of(name, {} if bare else place.params, place.buffers)
+    called = _of_calls(place, trace) if trace is not None else {}
+    computed = ("parametrized " + ", ".join(place.parametrized),) if place.parametrized else ()
+    held["dtype"] = held["dtype"] or called.get("dtype", "")
+    held["notes"] += (*computed, *called.get("notes", ()))
+    about = {**called, **held, "extra": _extra(m), "leaf": not place.inside}
+    yield Row(name, "module", kind, place.depth, **about)
     for key, p in bare.items():
-        lazy = nn.parameter.is_lazy(p)
-        row = Row(join(name, key), "parameter", "Parameter", place.depth + 1)
-        shape = None if lazy else [int(n) for n in p.shape]
-        row = replace(row, shape=shape, outputs=() if lazy else (describe(p.detach()),))
-        yield counted.add(row, name, {key: p}, [])
+        here, lazy = join(name, key), nn.parameter.is_lazy(p)
+        shape = {} if lazy else {"shape": [int(n) for n in p.shape]}
+        about = {**shape, "outputs": () if lazy else (describe(p.detach()),)}
+        about |= counted.of(name, {key: p}, [])
+        yield Row(here, "parameter", "Parameter", place.depth + 1, **about)
 
 
 def _extra(m: nn.Module) -> str:
@@ -193,22 +192,22 @@ def _extra(m: nn.Module) -> str:
         return ""
 
 
-def _with_calls(row: Row, place: Place, trace: Trace) -> Row:
-    """`row` with what its calls showed, and notes about how often it was called."""
-    row = replace(row, macs=trace.macs[row.name], saved_bytes=trace.saved[row.name])
-    call = trace.calls.get(row.name)
+def _of_calls(place: Place, trace: Trace) -> dict[str, Any]:
+    """What the calls of a module showed, as a row has it, and a note on how many there were."""
+    name, call = place.name, trace.calls.get(place.name)
+    counts = {"macs": trace.macs[name], "saved_bytes": trace.saved[name]}
     if call is None:
         if not can_run(place.module) or isinstance(place.module, torch.jit.ScriptModule):
-            return row
+            return counts
         missed = place.opened and not trace.failed
-        return replace(row, calls=0, notes=("not called",) if missed else ())
-    return replace(
-        row,
-        inputs=call.inputs,
-        outputs=tuple(call.outputs),
-        shape=call.shapes[0] if call.shapes else None,
-        in_shape=call.in_shape,
-        calls=call.n,
-        dtype=", ".join(call.dtypes),
-        notes=(f"called {call.n}×",) if call.n > 1 else (),
-    )
+        return {**counts, "calls": 0, "notes": ("not called",) if missed else ()}
+    return {
+        **counts,
+        "inputs": call.inputs,
+        "outputs": tuple(call.outputs),
+        "shape": call.shapes[0] if call.shapes else None,
+        "in_shape": call.in_shape,
+        "calls": call.n,
+        "dtype": ", ".join(call.dtypes),
+        "notes": (f"called {call.n}×",) if call.n > 1 else (),
+    }
