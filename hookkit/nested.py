@@ -142,7 +142,8 @@ def leaves(x: Any) -> list[Tensor]:
 def tmap(f: Callable[[Tensor], Any], x: Any, *, fresh: bool = False) -> Any:
     """`x` with `f(t)` in the place of every tensor `t`; containers keep their types.
 
-    A container in which nothing changed is the same object; with `fresh` a list or dict is another.
+    A container in which nothing changed is the same object; with `fresh` one that can be changed is
+    another.
 
     >>> import torch
     >>> tmap(lambda t: t.shape[0], (torch.ones(2), {"a": torch.ones(3), "b": None}))
@@ -159,7 +160,8 @@ def tmap(f: Callable[[Tensor], Any], x: Any, *, fresh: bool = False) -> Any:
         old = [part for _, part in parts_of(x)]
     new = [tmap(f, part, fresh=fresh) for part in old]
     if all(a is b for a, b in zip(new, old, strict=True)):
-        return copy.copy(x) if fresh and kind in (list, dict) else x
+        own = fresh and not isinstance(x, tuple) and (kind in (list, dict) or leaves(x))
+        return rebuilt(x, new) if own else x
     return kind(new) if kind is tuple else rebuilt(x, new)
 
 

@@ -2,6 +2,7 @@
 # ruff: noqa: PT031, SIM117 - the inner block is what is tested
 
 import asyncio
+import collections
 import copy
 import gc
 import pickle
@@ -74,10 +75,19 @@ def test_a_live_tensor_that_was_written_since_warns_at_its_reading(options: Any)
         _ = h.stored
 
 
-def test_a_live_hook_keeps_what_a_container_held() -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: [x],
+        lambda x: collections.deque([x]),
+        lambda x: {0: x},
+        lambda x: collections.OrderedDict({0: x}),
+    ],
+)
+def test_a_live_hook_keeps_what_a_container_held(make: Any) -> None:
     class Gives(nn.Module):
-        def forward(self, x: Tensor) -> list[Tensor]:
-            return [x]
+        def forward(self, x: Tensor) -> Any:
+            return make(x)
 
     with hook_output(layer := Gives(), detach=False) as h:
         layer(X).clear()
