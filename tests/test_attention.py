@@ -11,6 +11,7 @@ from hooked import n_hooks
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
+from hookkit import hook_attention
 from hookkit.attention import attention_weights
 from hookkit.editing import edit_function, scale
 from hookkit.errors import HookError
@@ -235,3 +236,15 @@ def test_weights_of_transformers_models_are_those_of_their_eager_attention(kind:
     assert len(found) == len(expected) == 2
     for weights, attention in zip(found.values(), expected, strict=True):
         torch.testing.assert_close(weights, attention, rtol=1e-4, atol=1e-5)
+
+
+def test_a_softmax_that_writes_into_a_tensor_is_left_alone() -> None:
+    scores = torch.randn(1, 2, 3, 3)
+    expected = scores.softmax(-1)
+
+    with hook_attention(None) as h:
+        torch.softmax(scores, -1, out=scores)
+        expected.softmax(-1)
+
+    torch.testing.assert_close(scores, expected)
+    assert h.names == ("attention:0",)
