@@ -80,10 +80,9 @@ def edit_attention(
     """Replaces the attention pattern of each attention in `within`, for the time of a `with`.
 
     Attention whose pattern is edited is computed from it, `dropout(pattern) @ value`; all other
-    calls stay as they are, fused, and only these are seen by hooks on functions further out. Of
-    which attention is seen, and how layers are named: see
-    `hook_attention`. Around `generate`, `at` counts the keys from the first token and the queries
-    from the first of the call.
+    calls stay as they are, fused, and only these are seen by hooks on functions further out. Which
+    attention is seen, and how layers are named: see `hook_attention`. Around `generate`, `at`
+    counts the keys from the first token and the queries from the first of the call.
 
         edit_attention(model, zero(at=(..., 7, 2)))             # the edge from query 7 to key 2
         edit_attention(model, replace(-math.inf, at=(..., 7, 2)), scores=True)  # the rest sums to 1

@@ -745,3 +745,21 @@ def test_an_unfinished_part_is_said(acts: Activations, tmp_path: Path) -> None:
     assert repr(unfinished) == "Activations(not whole)"
     with pytest.raises(OptionError, match=r"the part of rank 0 of 1, .*, is not finished"):
         unfinished["0"]
+
+
+def test_rows_that_are_conjugated_lazily_are_written(tmp_path: Path) -> None:
+    acts = collect(net(), loader(), "0", tmp_path, hook=lambda o: torch.complex(o, o).conj())
+
+    rows = acts["0"][:]
+    assert rows.dtype is torch.complex64
+    assert torch.equal(rows.real, -rows.imag)
+
+
+def test_rows_of_too_many_dimensions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(HookError, match=r"rows of 23 dimensions, .*Give hook= a function"):
+        collect(net(), loader(), "0", tmp_path, hook=lambda o: o.view(len(o), *[1] * 22, -1))
+
+
+def test_ids_have_one_dimension(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="each sample of a batch needs a whole number"):
+        collect(net(), loader(), "0", tmp_path, ids=lambda b: torch.zeros(len(b[0]), 1).long())

@@ -115,3 +115,9 @@ def test_layers_are_accumulated_without_a_file(tmp_path: Any, monkeypatch: Any) 
     assert longest["1"].ids == [0, 1, 2, 3, 4, 5]
     torch.testing.assert_close(longest["1"].length, model(x)[:6].norm(dim=1).max().item())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("blank", [Mean(), Covariance()])
+def test_complex_rows_are_refused(blank: Any) -> None:
+    with pytest.raises(OptionError, match=r"complex64, and the sums are real\. Give hook="):
+        blank.update(torch.ones(2, 3, dtype=torch.complex64), torch.arange(2))

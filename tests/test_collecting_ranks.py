@@ -173,6 +173,15 @@ def test_parts_are_made_one_after_the_other_too(tmp_path: Path) -> None:
     assert parts[1].ids.tolist() == [*range(N)]
 
 
+def test_parts_with_rows_of_two_kinds_are_not_read_as_one(tmp_path: Path) -> None:
+    for rank, kind in enumerate((torch.float32, torch.int32)):
+        batches = loader(data(), rank)
+        acts = collect(model(), batches, "0", tmp_path, hook=lambda o, kind=kind: o.to(kind))
+
+    with pytest.raises(OptionError, match=r"rank 1 of 2, .*, is of other layers or settings"):
+        acts["0"]
+
+
 def test_a_number_of_rows_is_of_one_process(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"collect\(n=7\): how many rows each of 2 processes"):
         collect(model(), loader(data(), 0), "0", tmp_path, n=7)

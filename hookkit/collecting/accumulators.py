@@ -44,6 +44,11 @@ class Mean:
 
     def update(self, rows: Tensor, ids: Tensor) -> None:
         """Takes rows (n, ...)."""
+        if rows.is_complex():
+            raise OptionError(
+                f"{type(self).__name__}: rows are {rows.dtype}, and the sums are real. Give hook= "
+                "torch.view_as_real, or torch.abs."
+            )
         if not len(rows):
             return
         x = (rows.cpu() if rows.device.type == "mps" else rows).to(torch.float64)  # mps has none

@@ -100,16 +100,10 @@ class Activations(Mapping[str, "Layer"]):
         order = np.lexsort(ids.T[::-1])
         return order[np.diff(ids[order], axis=0, prepend=ids[order][:1] - 1).any(1)]
 
-    @property
-    def _kinds(self) -> dict[str, Any]:
-        """The shape of a row and the dtype of each file; a process without a batch has none."""
-        return {name: kind for part in self._parts for name, kind in part["kinds"].items()}
-
     def _mapped(self, name: str) -> list[Tensor]:
         """The rows in the files of this name, of each process: not to be written to."""
-        kind = self._kinds[name]
         return [
-            mapped(self.path / f"rank{rank}", name, kind, part["counts"]["n"])
+            mapped(self.path / f"rank{rank}", name, part["kinds"][name], part["counts"]["n"])
             for rank, part in enumerate(self._parts)
         ]
 
@@ -131,7 +125,8 @@ class Activations(Mapping[str, "Layer"]):
 
     def __repr__(self) -> str:
         try:
-            kinds = [(name, *self._kinds[str(i)]) for i, name in enumerate(self)]
+            of = self._parts[0]["kinds"]
+            kinds = [(name, *of[str(i)]) for i, name in enumerate(self)]
         except OptionError:
             return "Activations(not whole)"
         layers = [f"{name!r} {'×'.join(map(str, s)) or 'scalars'} {d}" for name, s, d in kinds]
@@ -143,7 +138,7 @@ class Activations(Mapping[str, "Layer"]):
 def _common(part: dict[str, Any]) -> Any:
     """What all processes have to have in common; of a sharded model each has other weights."""
     own = ("rank", "model", "batches", "data set")
-    return {k: v for k, v in part["settings"].items() if k not in own}
+    return part["kinds"], {k: v for k, v in part["settings"].items() if k not in own}
 
 
 class Layer(Dataset[Tensor]):

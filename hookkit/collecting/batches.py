@@ -155,7 +155,7 @@ class Reading:
             ids = torch.as_tensor(field, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             raise self._no_ids(kind_of(field)) from None
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool or ids.ndim != 1:
             raise self._no_ids(f"{describe(ids)} of {ids.dtype}")
         return ids.to(torch.int64)
 

@@ -71,14 +71,17 @@ class Files:
     def add(self, number: int | str, rows: Tensor, ids: Tensor) -> None:
         """Appends the rows that a layer gave for this batch."""
         name = str(number)
-        kind = [[*rows.shape[1:]], str(rows.dtype).removeprefix("torch.")]
+        dtype = str(rows.dtype).removeprefix("torch.")
+        kind = [[*rows.shape[1:]], dtype]
+        if name not in self.kinds:
+            _header((10**12, *rows.shape[1:]), stored_dtype(dtype))  # is there room for its shape?
         if (known := self.kinds.setdefault(name, kind)) != kind:
             raise HookError(
                 f'collect: rows of "{self.settings["layers"][int(name)]}" are {_words(kind)} in '
                 f"this batch and {_words(known)} in those before. Give hook= a function that "
                 "returns rows of one shape and dtype."
             )
-        rows = rows.cpu().contiguous()
+        rows = rows.cpu().contiguous().resolve_conj()
         row_bytes = math.prod(rows.shape[1:]) * rows.itemsize
         self._write(name, HEAD + self.counts["n"] * row_bytes, rows.view(torch.uint8).numpy().data)
         self.unsaved += rows.nbytes
@@ -160,6 +163,11 @@ def _header(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
     """Of a .npy file, format 1.0 (numpy.lib.format), of `HEAD` bytes."""
     about = {"descr": dtype.str, "fortran_order": False, "shape": shape}
     text = repr(about).encode().ljust(HEAD - 11) + b"\n"
+    if len(text) > HEAD - 10:
+        raise HookError(
+            f"collect: rows of {len(shape) - 1} dimensions, {shape[1:]}, are too many for the head "
+            "of a file. Give hook= a function that flattens them."
+        )
     return b"\x93NUMPY\x01\x00" + (HEAD - 10).to_bytes(2, "little") + text
 
 
