@@ -166,27 +166,3 @@ def test_import_loads_no_optional_library() -> None:
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert out.stdout.strip() == "[]"
-
-
-def size_of(name: str) -> tuple[int, int]:
-    """Lines and files of a folder of the package; of its own files; or of all."""
-    files = {
-        "files at the top": list(PACKAGE.glob("*.py")),
-        "**all**": list(PACKAGE.rglob("*.py")),
-    }.get(name) or list((PACKAGE / name.strip("`/")).rglob("*.py"))
-    return sum(len(p.read_text().splitlines()) for p in files), len(files)
-
-
-def test_nothing_is_larger_than_the_page_on_the_architecture_says() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "develop" / "architecture.md").read_text()
-    rows = re.findall(r"^\| ([^|]+) \| (\d+) \| (\d+) \|$", page, re.M)
-    folders = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"}
-
-    larger = {
-        name: size_of(name)
-        for name, lines, files in rows
-        if size_of(name) > (int(lines), int(files)) or size_of(name)[1] > int(files)
-    }
-
-    assert larger == {}
-    assert {name.strip("`/") for name, *_ in rows} == folders | {"files at the top", "**all**"}
