@@ -75,7 +75,6 @@ from .collecting import (
 from .comparing import Comparison as Comparison, compare_models
 from .data import DataLoaders as DataLoaders
 from .editing import (
-    ParamSelection as ParamSelection,
     add as add,
     edit_function as edit_function,
     edit_grad as edit_grad,
@@ -87,8 +86,6 @@ from .editing import (
     patch_from,
     replace as replace,
     scale as scale,
-    select_params as select_params,
-    skip_module as skip_module,
     zero,
 )
 from .errors import (

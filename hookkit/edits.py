@@ -3,14 +3,11 @@
 Outputs, inputs, gradients      edit_output(s), edit_input(s), edit_grad(s)
 What functions return           edit_function; of attention, edit_attention
 … to what                       zero, scale, add, replace, patch_from
-Parameters                      select_params, ParamSelection
-A layer left out                skip_module
 Other modules in its place      swap, Wrapper, Catcher, GramWrapper
 """
 
 from hookkit.attention import edit_attention
 from hookkit.editing import (
-    ParamSelection,
     add,
     edit_function,
     edit_grad,
@@ -22,8 +19,6 @@ from hookkit.editing import (
     patch_from,
     replace,
     scale,
-    select_params,
-    skip_module,
     zero,
 )
 from hookkit.swapping import Catcher, GramWrapper, Wrapper, swap
@@ -31,7 +26,6 @@ from hookkit.swapping import Catcher, GramWrapper, Wrapper, swap
 __all__ = [
     "Catcher",
     "GramWrapper",
-    "ParamSelection",
     "Wrapper",
     "add",
     "edit_attention",
@@ -45,8 +39,6 @@ __all__ = [
     "patch_from",
     "replace",
     "scale",
-    "select_params",
-    "skip_module",
     "swap",
     "zero",
 ]

@@ -115,7 +115,6 @@ RESULTS = {
     "Diagnosis",
     "FeatureExtractor",
     "FunctionHooks",
-    "ParamSelection",
     "Selection",
     "Summary",
     "Watcher",

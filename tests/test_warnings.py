@@ -13,8 +13,6 @@ from hookkit import (
     feature_extractor,
     hook_function,
     hook_outputs,
-    select_params,
-    skip_module,
     swap,
     watch,
     zero,
@@ -58,11 +56,6 @@ def edits(net: Net) -> None:
         net(X)
 
 
-def skips(net: Net) -> None:
-    with skip_module(net.idle, X):
-        net(X)
-
-
 def swaps(net: Net) -> None:
     with swap(net, {"idle": Wrapper}):
         net(X)
@@ -70,11 +63,6 @@ def swaps(net: Net) -> None:
 
 def extracts(net: Net) -> None:
     feature_extractor(net, "idle")(X)
-
-
-def waits_for_gradients(net: Net) -> None:
-    with select_params(net).grads():
-        net(X)
 
 
 def watches(net: Net) -> None:
@@ -85,10 +73,7 @@ def watches(net: Net) -> None:
 
 @pytest.mark.parametrize(
     "act",
-    [
-        *(captures, reads_what_was_overwritten, sees_no_function, edits, skips, swaps, extracts),
-        *(waits_for_gradients, watches),
-    ],
+    [captures, reads_what_was_overwritten, sees_no_function, edits, swaps, extracts, watches],
 )
 def test_a_warning_names_the_users_line(act: Callable[[Net], None]) -> None:
     with pytest.warns(HookkitWarning) as caught:

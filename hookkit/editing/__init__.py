@@ -4,8 +4,6 @@ making    `edit_output(s)`, `edit_input(s)`, `edit_grad(s)`, `edit_function`: ho
 edit      `Edit`: what such a hook calls, for the user's function.
 changes   Ready-made edits: `zero`, `scale`, `add`, `replace`, `patch_from`, for all of a value or
           a part of it.
-params    `select_params`: parameters by name; their gradients, and edits of them in a `with`.
-skipping  `skip_module` passes over a module.
 """
 
 from hookkit.editing.changes import add, patch_from, replace, scale, zero
@@ -18,11 +16,8 @@ from hookkit.editing.making import (
     edit_output,
     edit_outputs,
 )
-from hookkit.editing.params import ParamSelection, select_params
-from hookkit.editing.skipping import skip_module
 
 __all__ = [
-    "ParamSelection",
     "add",
     "edit_function",
     "edit_grad",
@@ -34,7 +29,5 @@ __all__ = [
     "patch_from",
     "replace",
     "scale",
-    "select_params",
-    "skip_module",
     "zero",
 ]
