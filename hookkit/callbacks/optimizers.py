@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
 from torch.amp import GradScaler
 
 _STEP = getattr(GradScaler.step, "__code__", None)
@@ -47,6 +48,18 @@ def stepping_scaler() -> Any:
             return scaler if scaler.is_enabled() else None  # disabled, it scales nothing
         frame = frame.f_back
     return None
+
+
+def skips_step(opt: Any) -> bool:
+    """Tell whether the step of `opt` that is under way changes nothing, for its step hooks.
+
+    GradScaler calls `step()` of a fused optimizer also when gradients are not finite. The kernel
+    then leaves the weights alone. Sync: one, only if a scaler makes the step of such an optimizer.
+    """
+    # Set by GradScaler.step on the optimizer while it steps (torch 1.12, documented there for
+    # optimizers with `_step_supports_amp_scaling`). Without it such steps count as made.
+    found = getattr(opt, "found_inf", None)
+    return isinstance(found, Tensor) and bool(found.count_nonzero())
 
 
 def unscaling(scalers: Iterable[Any]) -> Any:

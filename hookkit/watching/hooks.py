@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, optimizer as global_hooks
 from torch.utils.hooks import RemovableHandle
 
+from hookkit.callbacks.optimizers import skips_step
 from hookkit.hooks.attach import attach, check_hookable, graph_task, is_tracing, remove_all
 from hookkit.modules import unwrap, wrappers
 from hookkit.watching.losses import one_number
@@ -173,7 +174,7 @@ class LoopHooks:
         return get_ident() == self._thread or graph_task() != -1
 
     def _before_step(self, opt: Optimizer, args: Any, kwargs: Any) -> Any:
-        if not self._follows(opt):
+        if not self._follows(opt) or skips_step(opt):
             return None
         self._steps.append(opt)
         if len(self._steps) > 1:  # within another's, or super().step()
@@ -207,8 +208,8 @@ class LoopHooks:
         return call
 
     def _after_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._steps or not self._follows(opt):
-            return
+        if not self._steps or self._steps[-1] is not opt:
+            return  # its begin was not followed
         self._steps.pop()
         if not self._steps:
             self._depth = 0  # a forward that Ctrl-C has cut short ends here
