@@ -132,11 +132,21 @@ def to_device(x: Any, device: torch.device) -> Any:
     return x if all(a is b for a, b in zip(moved, parts, strict=True)) else rebuilt(x, moved)
 
 
-def batch_size(batch: Any) -> int:
-    """The length of the first tensor in `batch` that has dimensions; 1 if there is none."""
-    if isinstance(batch, Tensor) and batch.ndim:
-        return batch.shape[0]
-    return next((t.shape[0] for t in leaves(batch) if t.ndim), 1)
+def batch_size(*parts: Any) -> int:
+    """Return the number of samples in a batch, given as its parts: inputs, targets, predictions.
+
+    The first part that tells decides: a list of dicts has a dict for each sample, as in detection;
+    otherwise it is the length of the first tensor with dimensions. Returns 1 if no part tells.
+
+    >>> batch_size(torch.ones(3, 2)), batch_size([{"boxes": torch.ones(5, 4)}] * 2)
+    (3, 2)
+    """
+    for part in parts:
+        if isinstance(part, (list, tuple)) and part and all(isinstance(x, Mapping) for x in part):
+            return len(part)
+        if sizes := [t.shape[0] for t in leaves(part) if t.ndim]:
+            return sizes[0]
+    return 1
 
 
 def split_batch(batch: Any, n_inp: int | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

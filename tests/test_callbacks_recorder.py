@@ -1,5 +1,7 @@
 """Recorder: losses, rates and metrics, read late, added to by fits alone."""
 
+import copy
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -105,6 +107,51 @@ def test_metrics_are_means_over_samples_not_over_batches() -> None:
     assert metric == pytest.approx((1 * 1 + 3 * 3) / 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_losses_and_metrics_in_half_precision_are_added_up_in_full(dtype: torch.dtype) -> None:
+    # a sum of ones stops at 256 in bfloat16, and a sum of 512s is infinite in float16
+    batches = [(torch.full((1, 1), 512.0, dtype=dtype), torch.ones(1, 1, dtype=dtype))] * 300
+
+    def loss(pred: Tensor, y: Tensor) -> Tensor:
+        return (pred * y).mean()
+
+    learn = plain(None, nn.Identity(), loss_func=loss, metrics=[loss, lambda p, y: (y * 1).mean()])
+
+    assert learn.validate(dl=batches) == [512.0, 512.0, 1.0]
+
+
+def test_a_loss_for_each_sample_in_half_precision_is_averaged_in_full() -> None:
+    x = torch.tensor([[256.0], [257.0]])
+    learn = plain(None, nn.Identity(), loss_func=lambda p, y: (p - y).bfloat16())
+
+    (loss,) = learn.validate(dl=[(x, torch.tensor([[0.0], [1.0]])), (x[:1], x[:1] * 0 + 1)])
+
+    assert loss == (256 + 256 + 255) / 3
+
+
+def test_metrics_without_targets_are_means_over_samples_and_an_empty_batch_counts_nothing() -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"loss": x.mean(), "x": x}
+
+    batches = [(torch.zeros(10, 1),), (torch.ones(2, 1),), (torch.ones(0, 1),)]
+    learn = plain(None, Own(), metrics=lambda pred: pred["x"].mean())
+
+    assert learn.validate(dl=batches) == pytest.approx([2 / 12, 2 / 12])
+
+
+def test_a_list_of_dicts_as_targets_has_one_for_each_sample() -> None:
+    def loss(pred: list[Tensor], targets: list[dict[str, Tensor]]) -> Tensor:
+        return torch.stack([t["boxes"].sum() for t in targets]).mean()
+
+    def batch(*n_boxes: int) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+        return [torch.ones(1)] * len(n_boxes), [{"boxes": torch.ones(n)} for n in n_boxes]
+
+    learn = plain(None, nn.Identity(), loss_func=loss, metrics=loss)
+
+    assert learn.validate(dl=[batch(0, 9, 9), batch(6)]) == [6.0, 6.0]
+
+
 class Counting:
     """A metric in torchmetrics' form."""
 
@@ -172,9 +219,32 @@ def test_torchmetrics_are_metrics_and_each_of_a_collection_is_a_column(train: bo
     assert len(learn.recorder.log) == len(learn.recorder.metric_names) == 9 + 5 * train
 
 
-def test_train_metrics_are_columns_of_their_own_and_two_of_one_name_too() -> None:
+def at_most(pred: Tensor, y: Tensor, n: int) -> Tensor:
+    return pred.mean() * 0 + n
+
+
+def test_two_metrics_of_one_name_are_refused_until_one_has_a_name_of_its_own() -> None:
+    one, two = partial(at_most, n=1), partial(at_most, n=2)
+    learn = quiet(metrics=[one, two])
+
+    with pytest.raises(ArgumentError, match="two columns of the log are called at_most"):
+        learn.fit(1)
+    assert learn.recorder.values == learn.recorder.metric_names == []
+
+    two.name = "at_most_2"  # type: ignore[attr-defined]
+    learn.fit(1)
+    row = learn.recorder.rows()[0]
+    assert (row["at_most"], row["at_most_2"]) == (1, 2)
+
+
+def test_train_metrics_are_columns_of_their_own() -> None:
+    def zero(pred: Tensor, y: Tensor) -> Tensor:
+        return pred.mean() * 0
+
+    def one(pred: Tensor, y: Tensor) -> Tensor:
+        return pred.mean() * 0 + 1
+
     cbs = [TrainEvalCallback, Recorder(train_metrics=True, add_time=False)]
-    zero, one = (lambda pred, y: pred.mean() * 0), (lambda pred, y: pred.mean() * 0 + 1)
     learn = quiet(default_cbs=False, metrics=[mae, zero, one], cbs=cbs)
 
     learn.fit(1)
@@ -215,6 +285,67 @@ def test_a_cancelled_batch_records_nothing_and_a_part_cancelled_as_it_began_is_n
     learn.fit(1, cbs=raises("before_validate", CancelValidException))
     assert learn.recorder.values[-1][1] is None
     assert learn.recorder.values[-1][0] is not None
+
+
+@pytest.mark.parametrize("order", [0, 51])  # before and after the Recorder
+def test_a_part_that_every_other_epoch_leaves_out_is_none_and_not_the_last_one_again(
+    order: int,
+) -> None:
+    def odd(cb: Any) -> bool:
+        return bool(cb.learn.epoch % 2)
+
+    skips = [
+        raises("before_train", CancelTrainException, odd),
+        raises("before_validate", CancelValidException, odd),
+    ]
+    for cb in skips:
+        cb.order = order
+    recorder = Recorder(train_metrics=True)
+    learn = quiet(metrics=mae, cbs=[TrainEvalCallback, recorder, *skips], default_cbs=False)
+
+    learn.fit(4)
+
+    assert [[v is None for v in row] for row in recorder.values] == [[False] * 4, [True] * 4] * 2
+
+
+@pytest.mark.parametrize("n_acc", [1, 4])
+def test_an_epochs_train_loss_is_the_mean_over_its_steps_as_in_watch(n_acc: int) -> None:
+    data = [(torch.full((2, 1), float(i)), torch.zeros(2, 1)) for i in range(10)]
+    learn = plain((data, None), nn.Linear(1, 1), loss_func=nn.MSELoss(), lr=0.0)
+    model = copy.deepcopy(learn.model)
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    learn.fit(2, cbs=GradientAccumulation(n_acc))
+    with watch(model, opt) as w:
+        for _ in range(2):
+            for i, (x, y) in enumerate(data):
+                loss = nn.functional.mse_loss(model(x), y)
+                w.loss(loss)
+                loss.backward()
+                if i % n_acc == n_acc - 1 or i == 9:
+                    opt.step()
+            w.epoch()
+
+    run, watched = learn.run_record(), w.run_record()
+    mean = run.losses[: len(run.losses) // 2].mean()
+    for row, other in zip(run.valid, watched.valid, strict=True):
+        assert row["train_loss"] == pytest.approx(mean, rel=1e-12)
+        assert other["train_loss"] == pytest.approx(mean, rel=1e-6)
+
+
+def test_a_learning_rate_in_a_tensor_is_kept_as_it_was_at_each_batch() -> None:
+    def grow(cb: Any) -> None:
+        cb.learn.opt.param_groups[-1]["lr"].mul_(2)
+
+    learn = quiet()
+    learn.create_opt()
+    learn.opt.param_groups[-1]["lr"] = torch.tensor(0.0)
+    grows = Callback(after_batch=lambda cb: cb.training and grow(cb))
+    grows.order = 60
+
+    learn.fit(1, lr=0.5, cbs=grows)
+
+    assert learn.recorder.lrs == [0.5, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("watched", [False, True])

@@ -20,6 +20,7 @@ from hookkit.learner.loop import BATCH, Loop
 from hookkit.nested import leaves, tmap
 
 _STATE = (*BATCH, "iter", "n_iter", "training", "stepped", "eval_pass", "final_record")
+_OF_RECORDER = ("_metrics", "_n_added", "_cancelled")
 
 
 class Predicting(Loop):
@@ -159,9 +160,10 @@ class Predicting(Loop):
         running = [cb for cb in [*paused, *bars] if cb.run]
         for cb in running:
             cb.run = False
-        sums = [(cb, cb._metrics) for cb in self.cbs if isinstance(cb, Recorder)]
-        for recorder, metrics in sums if self.fitting else ():
-            recorder._metrics = copy.deepcopy(metrics)  # a validation may be under way
+        recorders = [cb for cb in self.cbs if isinstance(cb, Recorder)]
+        sums = [(cb, {name: vars(cb)[name] for name in _OF_RECORDER}) for cb in recorders]
+        for recorder in recorders if self.fitting else ():
+            recorder._metrics = copy.deepcopy(recorder._metrics)  # a validation may be under way
         try:
             self.eval_pass = True
             with self.added_cbs(cbs), nullcontext() if self.fitting else self._fit_events():
@@ -170,8 +172,8 @@ class Predicting(Loop):
             vars(self).update(state)
             for module, mode in modes:
                 module.training = mode
-            for recorder, metrics in sums:
-                recorder._metrics = metrics
+            for recorder, values in sums:
+                vars(recorder).update(values)
             for cb in running:
                 cb.run = True
             for cb in paused:
