@@ -120,13 +120,18 @@ def find(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
     """`(canonical name, module)` of a dotted name, None if there is none such.
 
     Parts that wrappers add to names (`_orig_mod`, `module`) are skipped where no child has such a
-    name, so names from a wrapped model are valid for the bare one.
+    name, so names from a wrapped model are valid for the bare one. But `module` at the end of a
+    name is likely a slip, unless there is such a wrapper.
     """
-    at, module = "", unwrap(model)
-    for key in name.split(".") if name else ():
+    at, (*around, module) = "", wrappers(model)
+    keys = name.split(".") if name else []
+    for i, key in enumerate(keys):
         child = module._modules[key] if key in module._modules else None  # noqa: SIM401 - scripted
         if child is not None:
-            at, module = join(at, key), unwrap(child)
+            at, (*around, module) = join(at, key), wrappers(child)
+        elif key == "module" and i == len(keys) - 1:
+            if not any(key in wrapper._modules for wrapper in around):
+                return None
         elif key not in (*_INNER, "module"):
             return None
     return at, module

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+from ast import literal_eval
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
@@ -21,7 +22,10 @@ from torch.nn.utils.rnn import PackedSequence
 PLAIN = frozenset((int, float, bool, str, bytes, type(None), complex))
 """Types that hold no tensor."""
 
-_STEP = re.compile(r"""\.(\w+)|\[(-?\d+)\]|\['([^']*)'\]|\["([^"]*)"\]""")  # .h, [0], ['x']
+BRACKET = r"""\[(-?(?:0|[1-9][0-9]*)|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]"""
+"""A step of a path in brackets: `[0]`, `['x']`, `["it's"]`, as Python writes them."""
+
+_STEP = re.compile(rf"\.(\w+)|{BRACKET}", re.DOTALL)
 
 
 class Inputs(tuple[Any, ...]):
@@ -208,11 +212,20 @@ def pick(x: Any, path: str) -> Any:
     """
     if not is_path(path):
         raise ValueError(f"cannot read the path {path!r}: write it as [0], .name or ['key']")
-    for field, number, key, other in _STEP.findall(path):
+    for field, key in _STEP.findall(path):
         if isinstance(x, Tensor):  # `[0]` would be the first sample
             raise LookupError(f"a tensor has no parts, and {path!r} asks for one")
-        x = getattr(x, field) if field else x[int(number)] if number else x[key or other]
+        x = getattr(x, field) if field else x[literal_eval(key)]
     return x
+
+
+def canonical(path: str) -> str:
+    """`path` as `named_leaves` writes it, whichever quotes it has.
+
+    >>> canonical('["logits"][0]')
+    "['logits'][0]"
+    """
+    return _STEP.sub(lambda step: f"[{literal_eval(step[2])!r}]" if step[2] else step[0], path)
 
 
 def put(x: Any, path: str, value: Any) -> Any:
@@ -227,8 +240,11 @@ def put(x: Any, path: str, value: Any) -> Any:
         return value
     pick(x, path)
     step: Any = _STEP.match(path)
-    name = step[0].strip(".[]'\"")
-    keys, new = [key.strip(".[]'") for key, _ in parts_of(x)], [v for _, v in parts_of(x)]
-    at = keys.index(name) if name in keys else int(name) % len(x)
+    keys, new = [key for key, _ in parts_of(x)], [v for _, v in parts_of(x)]
+    names = [canonical(step[0]), f"[{step[1]!r}]"]  # the second: an attribute of a ModelOutput
+    if found := [keys.index(name) for name in names if name in keys]:
+        at = found[0]
+    else:  # a field of a namedtuple, or from the end
+        at = type(x).__match_args__.index(step[1]) if step[1] else int(step[2]) % len(x)
     new[at] = put(new[at], path[step.end() :], value)
     return rebuilt(x, new)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import translate
-from functools import cached_property, lru_cache
+from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from hookkit.checks import check_function, check_module, kind_of, shown
+from hookkit.checks import OfLast, check_function, check_module, kind_of, shown
 from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
 from hookkit.modules import (
     calls_children,
@@ -27,15 +28,18 @@ from hookkit.modules import (
     unwrap,
     walk,
 )
+from hookkit.nested import BRACKET, canonical
 from hookkit.roles import patterns_of
 
 Selector = str | re.Pattern[str] | type | nn.Module | Callable[..., bool] | Iterable[Any]
 
 __all__ = ["Selection", "Selector", "leaf_modules", "select", "unwrap"]
 
-_LEAF = re.compile(r"""(.*?)((?:\[-?\d+\]|\['[^']*'\]|\["[^"]*"\])+)""", re.DOTALL)
+_LEAF = re.compile(rf"(.*?)((?:{BRACKET})+)", re.DOTALL)
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _DOT = re.compile(r"\.(?![^\[]*\])")  # not one inside brackets
+_NOTHING = re.compile(r"(?!)")
+_MOST_NAMES = 100_000
 
 
 class Pick(NamedTuple):
@@ -144,7 +148,7 @@ def select(model: nn.Module, *what: Selector) -> Selection:
     ['first', '1', '2']
     """
     check_module("select", model, "The model comes first: select(model, what).")
-    finder = _Finder(unwrap(model))
+    finder = _Finder(model)
     picks: dict[str, Pick] = {}
     taken: set[tuple[int, str]] = set()
     for pick in finder.of(what) if what else finder.everything():
@@ -202,18 +206,45 @@ def expand(pattern: str) -> list[str]:
     return [text for mid in found[1].split(",") for text in expand(head + mid + tail)]
 
 
-@lru_cache(256)
-def glob(pattern: str) -> re.Pattern[str]:
-    """A glob without braces as one regex, for a whole name that is followed by a dot.
+def _globbed(root: nn.Module, pattern: str) -> Iterator[Pick]:
+    """The modules below `root` whose names match a glob without braces.
 
-    >>> bool(glob("blocks.**.q").fullmatch("blocks.0.attn.q."))
-    True
+    The glob is matched key by key on the way down. So a module that is reached again with the same
+    part of the glob left to match is not walked again: it would give the same modules.
     """
-    words = []
-    for word in _DOT.split(pattern):
-        one = translate(word).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z")
-        words.append(r"(?:[^.]+\.)*" if word == "**" else f"{one.replace('.*', '[^.]*')}\\.")
-    return re.compile("".join(words))
+    parts = [None if w == "**" else re.compile(translate(w)) for w in _DOT.split(pattern)]
+    seen = set[tuple[int, frozenset[int]]]()
+
+    def after(at: frozenset[int], key: str) -> frozenset[int]:
+        """How many parts can be matched by a name that goes on with `key`; before it, `at`."""
+        found = set[int]()
+        for i in at:
+            part = parts[i] if i < len(parts) else _NOTHING
+            if part is None:
+                found.add(i)
+            elif part.match(key):
+                found.add(i + 1)
+        return empty_too(found)
+
+    def empty_too(found: set[int]) -> frozenset[int]:
+        """`found`, and what is behind a `**`, which also matches no part."""
+        for i, part in enumerate(parts):
+            if i in found and part is None:
+                found.add(i + 1)
+        return frozenset(found)
+
+    def below(module: nn.Module, name: str, at: frozenset[int]) -> Iterator[Pick]:
+        if (id(module), at) in seen:
+            return
+        seen.add((id(module), at))
+        for key, child in children(module):
+            now, path = after(at, key), join(name, key)
+            if len(parts) in now:
+                yield Pick(path, child)
+            if now:
+                yield from below(child, path, now)
+
+    return below(root, "", empty_too({0}))
 
 
 def _places(module: nn.Module, name: str = "", around: tuple[int, ...] = ()) -> Iterator[Pick]:
@@ -225,25 +256,32 @@ def _places(module: nn.Module, name: str = "", around: tuple[int, ...] = ()) -> 
 
 
 class _Finder:
-    """What selectors match in one model, which is walked at most once, and for names not at all."""
+    """What selectors match in one model; to look up a name it is not walked."""
 
-    def __init__(self, root: nn.Module) -> None:
-        self.root = root
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.root = model, unwrap(model)
 
     @cached_property
     def places(self) -> list[Pick]:
-        """Every name of every module."""
-        return list(_places(self.root))
+        """Every name of every module; a shared module that holds shared ones has many."""
+        found = list(islice(_places(self.root), _MOST_NAMES))
+        if len(found) == _MOST_NAMES:
+            raise SelectionError(
+                f"this {type(self.root).__name__} has {_MOST_NAMES:,} names of modules or more, "
+                "since modules are shared inside shared ones. Select by class, by glob, or by whole "
+                "names."
+            )
+        return found
 
     @cached_property
     def firsts(self) -> dict[int, Pick]:
         """Each module under its first name, by its id."""
-        return {id(pick.module): pick for pick in reversed(self.places)}
+        return {id(m): Pick(name, m) for name, m, first in walk(self.root) if first}
 
     def everything(self) -> list[Pick]:
         """Each module that runs, without the root unless there is no other."""
-        below = [pick for pick in self.places if pick.module is not self.root]
-        return _running(below) or self.places
+        firsts = list(self.firsts.values())
+        return _running(firsts[1:]) or firsts
 
     def of(self, what: Any) -> Iterator[Pick]:
         """What one selector matches."""
@@ -262,7 +300,9 @@ class _Finder:
                 yield from self.of(each)
         else:
             test = _test(what)
-            picks = [pick for pick in self.places if test(pick.name, pick.module)]
+            by_module = isinstance(what, type) or isinstance(test, OfLast)
+            places = self.firsts.values() if by_module else self.places
+            picks = [pick for pick in places if test(pick.name, pick.module)]
             if not picks:
                 raise SelectionError(
                     f"no module matches {shown(what)}. print(select(model)) lists all, with their "
@@ -298,7 +338,7 @@ class _Finder:
 
     def by_text(self, text: str) -> list[Pick]:
         """A name, glob or role, with a path into the output at its end if it has one."""
-        if place := find(self.root, text):
+        if place := find(self.model, text):
             return [Pick(*place, given=True)]
         path = _LEAF.fullmatch(text)
         if path and (picks := self.matched(path[1])):
@@ -307,7 +347,7 @@ class _Finder:
                     f'no module matches "{text}": "{path[1]}" is never called, and has no output. '
                     f'Its entries are modules: "{path[1]}.{path[2].strip("[]")}".'
                 )
-            return [pick._replace(leaf=path[2].replace('"', "'")) for pick in picks]
+            return [pick._replace(leaf=canonical(path[2])) for pick in picks]
         if picks := self.matched(text):
             return picks
         raise SelectionError(f'no module matches "{text}". {self.near(text)}')
@@ -318,18 +358,17 @@ class _Finder:
             return next(filter(None, map(self.matched, patterns_of(text))), [])
         picks = []
         for pattern in expand(text):
-            if place := find(self.root, pattern):
+            if place := find(self.model, pattern):
                 picks.append(Pick(*place, given=True))
             elif any(c in pattern for c in "*?["):
-                matches = glob(pattern).fullmatch
-                picks += [pick for pick in self.places if pick.name and matches(f"{pick.name}.")]
+                picks += _globbed(self.root, pattern)
         return _running(picks)
 
     def near(self, text: str) -> str:
         """For a message: the names that are like `text`, or the first ones."""
         if text.startswith("@"):
             return "Add the model's names to hookkit.roles.ROLES, or select by name."
-        names = list(dict.fromkeys(pick.name for pick in self.places))
+        names = [name for name, _, _ in walk(self.root)]
         near = [name for name in names if name.endswith(f".{text}")][:3] or nearest(text, names)
         near = [name for name in names if name in near] or names[1:4] or names
         some = ", ".join(f'"{name}"' for name in near)

@@ -143,6 +143,23 @@ def test_inputs_are_read_by_position_and_by_name() -> None:
         x["other"]
 
 
+@pytest.mark.parametrize(
+    "key", ["it's", '"', "'\"", "a\nb", "\\", "x]", "a.b", "", " x ", ".a", "é", 0, -1]
+)
+def test_a_key_of_any_text_is_read_and_replaced_by_its_own_path(key: Any) -> None:
+    x = {"0": A, key: A, "-1": A}
+    path = named_leaves(x)[1][0]
+
+    assert put(x, path, 9) == {"0": A, key: 9, "-1": A}
+    assert pick(x, path) is A
+
+
+def test_an_attribute_of_a_tuple_or_mapping_is_replaced_by_its_name() -> None:
+    assert put(Pair(A, A), ".c", 3) == Pair(A, 3)
+    assert put(Output(y=A, z=A), ".z", 3).y is A
+    assert put(torch.ones(2, 3).max(0), ".indices", 3)[1] == 3
+
+
 def test_pick_and_put_take_other_spellings_of_a_path() -> None:
     assert put(Pair(A, B), "[1]", 3) == Pair(A, 3)
     assert pick(Pair(A, B), "[-1]") is B

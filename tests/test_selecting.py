@@ -83,6 +83,22 @@ def test_names_and_globs(net: Net, what: str, names: list[str]) -> None:
     assert all(chosen[name] is net.get_submodule(name) for name in names)
 
 
+def test_no_letter_of_a_glob_is_a_dot() -> None:
+    net = nn.ModuleDict({"conv": nn.ModuleList([nn.ReLU(), nn.ReLU()]), "conv10": nn.Tanh()})
+
+    assert list(select(net, "conv??", "conv[!x]?", "conv[.-9]?")) == ["conv10"]
+    with pytest.raises(SelectionError):
+        select(net, "conv?0?")
+
+
+def test_keys_with_quotes_and_brackets() -> None:
+    net = nn.ModuleDict({"it's": nn.Identity(), "a[0]": nn.ReLU(), 'b"': nn.ReLU()})
+
+    assert list(select(net, "it's", "a[0]", 'b"')) == ["it's", "a[0]", 'b"']
+    chosen = select(net, "it's[\"it's\"]", "b\"['b\"']")
+    assert [chosen.leaf(name) for name in chosen] == ['["it\'s"]', "['b\"']"]
+
+
 def test_a_name_that_exists_is_a_name_whatever_its_characters() -> None:
     odd = nn.ModuleDict({"conv*": nn.Linear(2, 2), "attn[0]": nn.Linear(2, 2), "attn": nn.ReLU()})
 
@@ -249,6 +265,29 @@ def test_names_are_those_of_the_wrapped_model(net: Net) -> None:
     assert list(select(wrapped, "module._orig_mod.stem", "**.mlp")) == ["stem", *MLPS]
     assert list(select(net, "module.stem", "_orig_mod.head1")) == ["stem", "head1"]
     assert list(select(wrapped, net)) == [""]
+
+
+def test_module_at_the_end_of_a_name_is_a_wrappers_or_a_slip(net: Net) -> None:
+    net.stem = nn.DataParallel(net.stem)
+
+    assert list(select(nn.DataParallel(net), "module", "stem.module")) == ["", "stem"]
+    for slip in ("module", "blocks.0.module", "module.module", "lstm.module"):
+        with pytest.raises(SelectionError, match=f'no module matches "{slip}"'):
+            select(net, slip)
+
+
+def test_modules_that_are_shared_inside_shared_ones_are_walked_once() -> None:
+    model: nn.Module = nn.Linear(2, 2)
+    for _ in range(40):  # 2 to the power of 40 names
+        model = nn.Sequential(model, model)
+    first = ".".join("0" * 40)
+
+    assert list(select(model, nn.Linear)) == [first]
+    assert list(select(model, lambda m: isinstance(m, nn.Linear))) == [first]
+    assert len(select(model)) == len(select(model, "**")) == len(select(model, "**.1")) == 40
+    assert list(select(model, f"1.{first[2:]}")) == [f"1.{first[2:]}"]
+    with pytest.raises(SelectionError, match="100,000 names of modules or more.*by class"):
+        select(model, re.compile("0$"))
 
 
 def test_parametrizations_are_selected_only_by_name() -> None:
