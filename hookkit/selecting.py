@@ -268,8 +268,8 @@ class _Finder:
         if len(found) == _MOST_NAMES:
             raise SelectionError(
                 f"this {type(self.root).__name__} has {_MOST_NAMES:,} names of modules or more, "
-                "since modules are shared inside shared ones. Select by class, by glob, or by whole "
-                "names."
+                "since modules are shared inside shared ones. Select by class, by glob, or by "
+                "whole names."
             )
         return found
 

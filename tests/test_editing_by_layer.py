@@ -12,6 +12,7 @@ from hookkit.editing import (
     edit_inputs,
     edit_output,
     edit_outputs,
+    scale,
     zero,
 )
 from hookkit.errors import ArgumentError, OptionError, SelectionError
@@ -94,6 +95,28 @@ def test_keys_that_mean_the_same_layer_or_none() -> None:
         edit_outputs(Net(), {"blocks.*": zero(), "blocks.0": add(1.0)})
     with pytest.raises(SelectionError, match='no module matches "block'):
         edit_outputs(Net(), {"block.0": zero()})
+
+
+def test_two_names_of_a_shared_module_are_one_layer() -> None:
+    net = nn.ModuleDict({"act": nn.Identity(), "other": nn.Identity()})
+    net["again"] = net["act"]
+
+    for modules in (net, select(net, "act", "again")):
+        with pytest.raises(OptionError, match=r"two keys mean the layer.*'act' and 'again'"):
+            edit_outputs(modules, {"act": scale(10), "again": add(1)})
+    assert not net["act"]._forward_hooks
+
+
+def test_a_default_of_the_parameter_name_is_the_users_own() -> None:
+    net, seen = Net(), list[str]()
+
+    for name in ("a", "b"):
+        with edit_output(net.blocks[0], lambda o, name=name: seen.append(name)):
+            net(X)
+    with edit_outputs(select(net, "blocks.*"), lambda m, i, o, name="c": seen.append(name)):
+        net(X)
+
+    assert seen == ["a", "b", "c", "c", "c"]
 
 
 def test_a_function_gets_the_name_of_its_layer() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hookkit.attention import attention_weights
 from hookkit.editing import (
+    add,
     edit_function,
     edit_output,
     edit_outputs,
@@ -176,6 +177,37 @@ def test_an_error_of_pytorch_has_a_note_that_names_the_layer(change: Any, error:
 def test_fractions_do_not_go_into_whole_numbers() -> None:
     with pytest.raises(HookError, match=r"does not go into a tensor of torch.int64"):
         scale(0.5)(nn.Identity(), torch.ones(2, dtype=torch.int64))
+
+
+def test_complex_numbers_do_not_go_into_real_ones() -> None:
+    for wrong in (scale(1j), replace(torch.ones(2, dtype=torch.complex64)), replace(1j, at=0)):
+        with pytest.raises(HookError, match=r"of complex numbers does not go into"):
+            wrong(nn.Identity(), torch.ones(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("make", [add, scale, replace])
+@pytest.mark.parametrize(
+    "at",
+    [
+        (slice(None), slice(1, 3)),
+        (slice(None), [1, 2]),
+        (slice(None), torch.tensor([1, 2])),
+        torch.tensor([[False, True, True, False]] * 2),
+        (slice(None), torch.tensor([False, True, True, False])),
+    ],
+    ids=["slice", "list", "index", "mask", "mask of a dimension"],
+)
+def test_a_tensor_of_another_dtype_is_cast_at_every_kind_of_index(
+    dtype: torch.dtype, make: Any, at: Any
+) -> None:
+    x = torch.full((2, 4, 3), 2.0, dtype=dtype)
+
+    y = make(torch.full((3,), 4.0), at=at)(nn.Identity(), x)
+
+    value = {add: 6.0, scale: 8.0, replace: 4.0}[make]
+    assert y.dtype == dtype
+    assert y[0, :, 0].tolist() == [2.0, value, value, 2.0]
 
 
 @pytest.mark.parametrize("value", [torch.distributions.Normal(0, 1), (None, [])])

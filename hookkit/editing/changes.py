@@ -66,12 +66,17 @@ class Change:
         if isinstance(other, Tensor):
             other = other.to(x.device)
         new = self.new(x if self.at is ... else x[self.at], other)
-        fraction = new.is_floating_point() if isinstance(new, Tensor) else isinstance(new, float)
-        if fraction and not (x.is_floating_point() or x.is_complex()):
-            raise HookError(f"{describe(new)} of fractions does not go into a tensor of {x.dtype}")
+        is_tensor = isinstance(new, Tensor)
+        is_complex = new.is_complex() if is_tensor else isinstance(new, complex)
+        fraction = new.is_floating_point() if is_tensor else isinstance(new, float)
+        if not x.is_complex() and (is_complex or (fraction and not x.is_floating_point())):
+            what = "fractions" if fraction else "complex numbers"
+            raise HookError(f"{describe(new)} of {what} does not go into a tensor of {x.dtype}")
+        if is_tensor:
+            new = new.to(x.dtype)  # to write at a list or a mask of positions casts nothing
         whole = self.at is ...
         if whole and isinstance(new, Tensor) and (x.is_nested or new.shape == x.shape):
-            return new.to(x.dtype)  # nothing to copy
+            return new  # nothing to copy
         made = x.clone()
         if whole and not isinstance(new, Tensor):
             return made.fill_(new)  # a nested tensor has no parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import nn
@@ -34,8 +34,8 @@ class Edit:
 
     Args:
         who: the function called, for messages.
-        f: a function of `arguments`, or of the last one, and of `name` if it likes; or a ready-made
-            edit, which is given the hook.
+        f: a function of `arguments`, or of the last one, and of `name` (without a default) if it
+            likes; or a ready-made edit, which is given the hook.
         arguments: names of what it is called with.
         calls: as in `edit_output`.
     """
@@ -97,12 +97,13 @@ class _ByLayer:
 
 
 def _takes_name(f: Any) -> bool:
-    """Whether `f` has a parameter `name` beside others."""
+    """Whether `f` has a parameter `name`; one with a default, `name=name`, is the user's own."""
     try:
         parameters = signature(f).parameters
     except (TypeError, ValueError):
         return False
-    return "name" in parameters and len(parameters) > 1
+    own = parameters.get("name")
+    return own is not None and own.default is Parameter.empty and len(parameters) > 1
 
 
 def _wanted(who: str, calls: Any) -> Any:

@@ -36,9 +36,9 @@ def edit_output(module: nn.Module, f: Function, *, calls: Calls = None) -> Hooks
         module: the layer.
         f: gets the positional and keyword inputs as an `Inputs` tuple, and the live output; gives
             the replacement, of the same structure, or None to leave it. A function of one argument
-            gets the output alone; one that also has a parameter `name` gets the layer's name. Or a
-            ready-made edit: `zero`, `scale`, `add`, `replace`, `patch_from`. It must not write into
-            the output.
+            gets the output alone; one that also has a parameter `name` without a default gets the
+            layer's name. Or a ready-made edit: `zero`, `scale`, `add`, `replace`, `patch_from`. It
+            must not write into the output.
         calls: which calls of the module are edited, by their number, from 0 in each `with`: a
             collection of numbers, one number, or a function `f(number)`; None edits all. In
             `generate` 0 is the prompt, and each further call a token; give each its own `with`.
@@ -281,7 +281,7 @@ def _by_layer(
 
     Of a model a key selects as in `select`; of a selection it is one of its names.
     """
-    layers, by_name = list[Named](), dict[str, Function]()
+    layers, by_name, keys = list[Named](), dict[str, Function](), dict[tuple[int, str], str]()
     is_model = isinstance(modules, nn.Module)
     given = {} if is_model else {str(named[0]): named for named in named_modules_of(modules, who)}
     for key, edit in edits.items():
@@ -292,8 +292,12 @@ def _by_layer(
                 "select(model, …) returns, and its names."
             )
         for named in named_modules_of(select(modules, key), who) if is_model else [given[key]]:
-            if (name := str(named[0])) in by_name:
-                raise OptionError(f'{who}: two keys mean the layer "{name}". Give it one edit.')
+            name, module, leaf = str(named[0]), named[1], named[2]
+            if (other := keys.setdefault((id(module), leaf), key)) != key:
+                raise OptionError(
+                    f'{who}: two keys mean the layer "{name}", {other!r} and {key!r}. Give it one '
+                    "edit."
+                )
             by_name[name] = edit
             layers.append(named)
     return some(layers, who), by_name
