@@ -1,4 +1,4 @@
-"""`lr_find`, `predict` and `plot_lr`."""
+"""`lr_find` and `predict`."""
 
 import random
 from collections.abc import Callable

@@ -10,7 +10,7 @@ Inf and nothing else. What has no value is left out, and the title says so.
     heatmaps  plot_run: layers by steps
     lines     plot_stats, plot_updates, plot_dead, plot_layer_stats, plot_depth: a line a layer
     spread    color_dim, plot_density: histograms
-    rates     plot_loss, and the learning rates of a training and of lr_find: one line
+    rates     plot_loss, and what lr_find found: one line
 """
 
 from hookkit.plotting import figures as figures  # first: it says how to install matplotlib

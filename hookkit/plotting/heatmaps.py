@@ -26,7 +26,6 @@ def plot_run(
     run: Any,
     *,
     findings: Sequence[Any] | None = None,
-    relative: bool | None = None,
     fig: Any = None,
 ) -> Figure:
     """The whole run at a glance: layer × step heat-maps of activations, gradients and updates.
@@ -41,10 +40,6 @@ def plot_run(
     Args:
         run: a Run, a Record, a recorder or a driver.
         findings: what to mark; default `diagnose(run)`, and `[]` marks nothing.
-        relative: draws activations and gradients relative to what each layer had at first (the
-            median over the first tenth of its values): pale where nothing has changed, purple where
-            it is larger now, green where it is smaller. Default: True where a LayerNorm or RMSNorm
-            was recorded, which gives each layer a level of its own, so that levels are stripes.
         fig: an empty Figure or SubFigure to draw on.
 
     Returns:
@@ -52,9 +47,6 @@ def plot_run(
     """
     run = in_order(as_run(run))
     found = list(diagnose(run) if findings is None else findings)[:6]
-    if relative is None:  # a norm gives each of its outputs the same size
-        kinds = [kind for r in run.records for kind in r.types]
-        relative = any("LayerNorm" in kind or "RMSNorm" in kind for kind in kinds)
     rows = [
         figures.matrices(r) if r.kind == "param" else [*range(len(r.names))] for r in run.records
     ]
@@ -67,7 +59,7 @@ def plot_run(
     axes = fig.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     special: set[str] = set()
     for ax, (record, own) in zip(axes, panels, strict=True):
-        special |= _heat(ax, record, own, relative and record.kind != "param")
+        special |= _heat(ax, record, own)
         _number(ax, [record.names[i] for i in own], found)
         figures.mark_steps(ax, record)
         ax.xaxis.label.set_visible(ax is axes[-1])
@@ -81,28 +73,26 @@ def plot_run(
     return fig
 
 
-def _heat(ax: Any, record: Record, rows: list[int], relative: bool) -> set[str]:
-    """Draws one heat-map with its colour bar; the special colours that it shows."""
+def _heat(ax: Any, record: Record, rows: list[int]) -> set[str]:
+    """Draw one heat-map with its colour bar; return the special colours that it shows."""
     param = record.kind == "param"
     table = figures.log10(record.value("update_ratio" if param else "rms")[rows])
-    table = _change(table) if relative else table
-    low, high = (-5.0, -1.0) if param else _limits(table, relative)
+    low, high = (-5.0, -1.0) if param else _limits(table)
     cells = np.where(np.isneginf(table), low - 9, np.clip(table, low, high))
     cells[figures.nonfinite(record)[rows]] = high + 9
     every = -(-len(record) // 800)  # a wide figure has as many pixels
     starts = np.arange(0, len(record), every)
     cells = np.fmax.reduceat(cells, starts, axis=1)
-    name, end = ("PRGn_r", 0.1) if param or relative else ("viridis", 0.0)
+    name, end = ("PRGn_r", 0.1) if param else ("viridis", 0.0)
     colours = mpl.colormaps[name](np.linspace(end, 1 - end, 128))  # ends of PRGn are nearly black
     shown = ListedColormap(colours).with_extremes(bad=GREY, under="black", over=ALARM)
     x, y = figures.step_edges(record.steps)[[*starts, -1]], np.arange(len(rows) + 1) - 0.5
     mesh = ax.pcolormesh(x, y, cells, cmap=shown, vmin=low, vmax=high, rasterized=True)
     bar = ax.figure.colorbar(mesh, ax=ax, pad=0.06, aspect=12)
     unit = "log10\nupdate:weight" if param else "log10 RMS"
-    bar.set_label("log10 of RMS\nnow : at first" if relative else unit, fontsize=8)
+    bar.set_label(unit, fontsize=8)
     bar.ax.tick_params(labelsize=7)
     head = "Update : weight of matrices" if param else f"RMS of {KINDS[record.kind]}"
-    head += ", change of each layer since the beginning" * relative
     figures.title(ax, head + f", each cell the largest of {every} records" * (every > 1))
     ax.grid(False)
     ax.set_ylim(len(rows) - 0.5, -0.5)  # input on top, as in a summary
@@ -111,18 +101,12 @@ def _heat(ax: Any, record: Record, rows: list[int], relative: bool) -> set[str]:
     return {colour for colour, where in there.items() if where.any()}
 
 
-def _change(table: Floats) -> Floats:
-    """How far each row of logarithms is from the median of the first tenth of its values."""
-    heads = [row[np.isfinite(row)][: max(1, len(row) // 10)] for row in table]
-    return table - np.array([[np.median(head) if len(head) else 0.0] for head in heads])
-
-
-def _limits(table: Floats, relative: bool) -> tuple[float, float]:
-    """Colour limits: the 0.5 and 99.5 percentiles, at least 1 apart, around 0 if `relative`."""
+def _limits(table: Floats) -> tuple[float, float]:
+    """Return the colour limits: the 0.5 and 99.5 percentiles, moved to be at least 1 apart."""
     seen = table[np.isfinite(table)]
     low, high = np.percentile(seen, (0.5, 99.5)) if len(seen) else (0.0, 1.0)
-    most, short = max(1.0, -low, high), max(0.0, 1.0 - (high - low)) / 2
-    return (-most, most) if relative else (float(low - short), float(high + short))
+    short = max(0.0, 1.0 - (high - low)) / 2
+    return float(low - short), float(high + short)
 
 
 def _number(ax: Any, names: list[str], findings: Sequence[Any]) -> None:

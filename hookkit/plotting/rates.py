@@ -1,4 +1,4 @@
-"""Pictures with one line: the loss of a training, its learning rates, and what `lr_find` found."""
+"""Draw one line: the loss of a training, or what `lr_find` found."""
 
 from __future__ import annotations
 
@@ -99,19 +99,6 @@ def _series(
     figures.mark_broken(ax, np.arange(len(values) + 1.0), np.isinf(values) | ended)
     ax.legend(fontsize=8, frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
     return None
-
-
-def plot_rates(lrs: Sequence[float], ends: Sequence[int] = (), *, ax: Any = None) -> Axes:
-    """The learning rate of each training batch, lines where the epochs end; the Axes."""
-    ax = figures.new_axes(ax, 10, 3)
-    figures.title(ax, "Learning rate")
-    if not len(lrs):
-        return figures.nothing(ax, "no batch was trained on")
-    for end in ends[:-1]:
-        ax.axvline(end, color=FAINT, lw=0.7, ls=":")
-    ax.plot(lrs, color=BLUE, lw=1.8, marker="." if len(lrs) < 30 else "")
-    ax.set_xlabel("training batch", fontsize=9)
-    return ax
 
 
 def plot_lr_find(lrs: Floats, losses: Floats, suggested: float, *, ax: Any = None) -> Axes:

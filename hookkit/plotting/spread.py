@@ -13,7 +13,6 @@ import numpy as np
 from matplotlib.scale import SymmetricalLogTransform
 from matplotlib.ticker import MaxNLocator
 
-from hookkit.checks import check_number
 from hookkit.errors import OptionError
 from hookkit.plotting import figures
 from hookkit.plotting.figures import KINDS, label
@@ -22,12 +21,12 @@ from hookkit.records import Floats, Record, as_record, by_module
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PAGE, ACROSS = 24, 4
+MOST, ACROSS = 24, 4
 """Layers in one grid, each with its name in full or nearly so; and how many side by side."""
 
 
 def color_dim(
-    record: Any, layer: int | str | None = None, *, page: int = 1, ax: Any = None, fig: Any = None
+    record: Any, layer: int | str | None = None, *, ax: Any = None, fig: Any = None
 ) -> Any:
     """The colorful dimension: how the values of a layer are spread, step by step.
 
@@ -38,8 +37,8 @@ def color_dim(
 
     Args:
         record: a Record with histograms, a Run, a recorder or a driver.
-        layer: name or index; None draws the layers in a grid, in the order of the model.
-        page: of the grid, which 24 layers: 1 draws the first ones. The title says which they are.
+        layer: name or index; None draws a grid of the first 24 layers, in the order of the model.
+            The title says so if there are more.
         ax: where to draw the one layer.
         fig: where to draw the grid.
 
@@ -47,8 +46,7 @@ def color_dim(
         The Axes of one layer, or the Figure of all.
 
     Raises:
-        OptionError: no histograms were recorded, there is no such page, or `ax` was given for many
-            layers.
+        OptionError: no histograms were recorded, or `ax` was given for many layers.
         SelectionError: there is no such layer.
     """
     record = as_record(record, "activation", "gradient")
@@ -61,10 +59,8 @@ def color_dim(
     if ax is not None:
         raise OptionError(f"one Axes was given for {n} layers. Name a layer, or give fig=.")
     record = by_module(record)
-    most, what = max(1, -(-n // PAGE)), f"which {PAGE} of {n} layers to draw"
-    page = check_number("color_dim", "page", page, 1, most, whole=True, what=what)
-    rows = [*range(n)[(page - 1) * PAGE : page * PAGE]]
-    which = f"layers {rows[0] + 1}–{rows[-1] + 1} of {n}" if n > PAGE else f"{n} layers"
+    rows = [*range(min(n, MOST))]
+    which = f"the first {MOST} of {n} layers" if n > MOST else f"{n} layers"
     fig = figures.new_figure(fig, 10, 0.9 + max(2.2, 1.5 * -(-len(rows) // ACROSS)))
     _tiles(fig.subplots(), record, rows, f"Spread of {KINDS[record.kind]}, {which}, in order")
     return fig

@@ -154,23 +154,19 @@ class LayerStats(Exports, StatsCallback):
         layer: int | str | None = None,
         figsize: Any = None,
         ax: Any = None,
-        *,
-        page: int = 1,
     ) -> Any:
         """The colorful dimension of one layer, or of all: `plotting.color_dim`.
 
         Args:
-            layer: a number in `names`, or a name; None draws all, 24 on a page.
-            figsize: width and height in inches; default (10, 5), or what the page needs.
+            layer: a number in `names`, or a name; None draws the first 24 layers.
+            figsize: width and height in inches; default (10, 5), or what the grid needs.
             ax: where to draw the one layer.
-            page: of all layers, which 24: 1 draws the first ones.
 
         Returns:
             The Axes of one layer, or the Figure of all.
 
         Raises:
-            OptionError: no histogram was recorded, there is no such page, or `ax` was given for all
-                layers.
+            OptionError: no histogram was recorded, or `ax` was given for all layers.
         """
         record = self._with_hist()  # before matplotlib is imported
 
@@ -179,11 +175,11 @@ class LayerStats(Exports, StatsCallback):
 
         if layer is None:
             figure = None if figsize is None or ax is not None else new_figure(None, *figsize)
-            return plotting.color_dim(record, page=page, ax=ax, fig=figure)
+            return plotting.color_dim(record, ax=ax, fig=figure)
         row = self._row(layer)  # before a figure is made
         if ax is None:
             ax = new_axes(None, *(figsize or (10, 5)))
-        return plotting.color_dim(record, layer=row, page=page, ax=ax)
+        return plotting.color_dim(record, layer=row, ax=ax)
 
     def plot_layer_stats(self, layer: int | str) -> Any:
         """Mean, std and share near zero of one layer over steps: `plotting.plot_layer_stats`."""
