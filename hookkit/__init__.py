@@ -111,6 +111,15 @@ from .events import (
     CancelTrainException as CancelTrainException,
     CancelValidException as CancelValidException,
 )
+from .fastai import (
+    dummy_eval as dummy_eval,
+    flatten_model as flatten_model,
+    has_params as has_params,
+    in_channels as in_channels,
+    model_sizes as model_sizes,
+    num_features_model as num_features_model,
+    total_params as total_params,
+)
 from .features import FeatureExtractor as FeatureExtractor, feature_extractor
 from .health import Diagnosis as Diagnosis, Finding as Finding, diagnose as diagnose
 from .hooks import (
@@ -129,15 +138,6 @@ from .hooks import (
 )
 from .learner import Learner
 from .live import ShowHealth as ShowHealth
-from .modelinfo import (
-    dummy_eval as dummy_eval,
-    flatten_model as flatten_model,
-    has_params as has_params,
-    in_channels as in_channels,
-    model_sizes as model_sizes,
-    num_features_model as num_features_model,
-    total_params as total_params,
-)
 from .pages import report as report
 from .recording import HookCallback
 from .records import Record as Record, Run

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from zoo import entry
 
 from hookkit.errors import ArgumentError, OptionError, SelectionError
-from hookkit.modelinfo import dummy_eval, model_sizes, num_features_model, tracing
+from hookkit.fastai import dummy_eval, model_sizes, num_features_model
+from hookkit.modelinfo import tracing
 from hookkit.summaries import Summary, summary
 
 

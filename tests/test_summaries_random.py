@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookkit.modelinfo import dummy_eval, tracing
+from hookkit.fastai import dummy_eval
+from hookkit.modelinfo import tracing
 from hookkit.summaries import summary
 
 

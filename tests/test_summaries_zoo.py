@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from zoo import ZOO, Entry, entry
 
-from hookkit.modelinfo import total_params
+from hookkit.fastai import total_params
 from hookkit.nested import leaves
 from hookkit.summaries import Summary, summary
 from hookkit.summaries.drawing import tree

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hookkit.modelinfo.info import share
 from hookkit.modelinfo.tracer import Trace
 from hookkit.modelinfo.tree import Place, Tree, dtype_name, numel, storage_of
 from hookkit.modules import can_run, join
@@ -35,6 +34,11 @@ class Totals(NamedTuple):
 
 NUMBERS = Totals._fields
 _NONE = Totals()
+
+
+def share(n: int, n_trainable: int) -> bool | float:
+    """Return how much of `n` parameters is trainable: True, False, or a fraction in between."""
+    return n_trainable > 0 if n_trainable in (0, n) else n_trainable / n
 
 
 @dataclass(frozen=True)
