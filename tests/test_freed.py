@@ -113,7 +113,6 @@ def started(model: nn.Module) -> None:
         raised,
         started,
         lambda model: watched(model, ActivationStats(), loss_func=nn.MSELoss()).run_record(),
-        lambda model: watched(model, ActivationStats(), each_forward=True).run_record(),
         lambda model: watched(model, ActivationStats(), ParamStats()).diagnose(),
     ],
 )

@@ -192,9 +192,11 @@ def loses_the_other(rank: int, folder: Path) -> None:
     assert not isinstance(own.value, HookError)
     stats = ActivationStats()
     net = nn.Sequential(nn.Linear(3, 2))
-    with watch(net, None, stats, each_forward=True) as w:
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    with watch(net, opt, stats) as w:
         for _ in range(3):
             net(torch.ones(2, 3)).sum().backward()
+            opt.step()
     try:
         w.gather()
     except HookError as e:

@@ -176,7 +176,7 @@ def test_a_path_into_the_output_is_what_is_recorded():
     paths, model = ["lstm[1][0]", "lstm[0]"], nn.ModuleDict({"lstm": nn.LSTM(3, 4)})
     acts, grads = ActivationStats(modules=paths), GradientStats(modules=paths)
     opt = torch.optim.SGD(model.parameters(), 0.1)
-    with watch(model, opt, acts, grads, each_forward=True):
+    with watch(model, opt, acts, grads):
         output, (h, _) = model["lstm"](torch.randn(5, 2, 3))
         (h.square().sum() + output.sum()).backward()
         opt.step()

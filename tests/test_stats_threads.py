@@ -46,13 +46,12 @@ def net() -> nn.Sequential:
 class Loop:
     """A training of `net()` whose steps another thread interferes with, at one point of each."""
 
-    def __init__(self, *cbs: Any, where: str = "", grad: bool = True, **options: Any) -> None:
+    def __init__(self, *cbs: Any, where: str = "", grad: bool = True) -> None:
         self.model, self.mse, self.where, self.grad = net(), nn.MSELoss(), where, grad
         self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
         if where == "inside":
             self.model[1].call = self.interfere  # type: ignore[assignment]
-        given = {"loss_func": self.mse, **options}
-        with watch(self.model, self.opt, *cbs, **given) as self.w:
+        with watch(self.model, self.opt, *cbs, loss_func=self.mse) as self.w:
             for i in range(4):
                 self.step(torch.full((5, 3), float(i + 1)))
 
@@ -111,16 +110,6 @@ def test_a_hook_of_one_s_own_sees_the_calls_of_all_threads() -> None:
     Loop(HookCallback("0", hook=lambda m, i, o: seen.append(len(o))), where="inside")
 
     assert seen == [5, 7] * 4
-
-
-@pytest.mark.parametrize("where", ["before", "inside", "after forward"])
-def test_where_each_forward_is_a_step_it_is_none(where: str) -> None:
-    stats = ActivationStats()
-
-    loop = Loop(stats, where=where, each_forward=True)
-
-    assert loop.w.n_steps == 4
-    assert stats.record().value("max").max() < 1e3
 
 
 def test_a_part_of_the_model_that_another_thread_calls_begins_no_batch() -> None:

@@ -321,21 +321,6 @@ def test_a_step_within_a_step_is_one_step(make: Any):
     assert log.events == OPEN + BATCH * 2 + CLOSE
 
 
-def test_each_forward_can_be_a_step():
-    model, log = net(), Log()
-
-    with watch(model, None, log, each_forward=True) as w:
-        for x in batches(2):
-            model(x).sum().backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p -= 0.1 * p.grad
-
-    order = ["before_batch", "before_step", "after_pred", "after_step", "after_batch"]
-    assert log.events == OPEN + order * 2 + CLOSE
-    assert w.n_steps == 2
-
-
 def test_a_model_used_through_its_parts_is_seen():
     class Agent(nn.Module):
         def __init__(self) -> None:

@@ -187,7 +187,7 @@ def test_a_run_has_what_was_reported_of_its_epochs():
         ((net(), None, Callback(), sgd(net())), {}, r"expected a callback, found a SGD"),
         ((net(),), {"loss_func": "ce"}, r"loss_func='ce'.* Give the loss function"),
         ((net(),), {"loss_func": nn.MSELoss}, r"found the class MSELoss\. Call the class"),
-        ((net(),), {"each_forward": "yes"}, r"each_forward='yes'.* give True or False"),
+        ((net(),), {"show": "yes"}, r"show='yes'.* give True or False"),
     ],
 )
 def test_what_cannot_work_is_refused(arguments: Any, options: Any, message: str):

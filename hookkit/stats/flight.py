@@ -139,7 +139,7 @@ class FlightRecorder(HookCallback):
         """Looks at all norms, while bad gradients can still be kept from the weights."""
         if not self.recording:
             return
-        if getattr(self.learn, "each_forward", False) or graph_task() != -1:
+        if graph_task() != -1:
             self._warn_too_late("is made before its gradients are there (within the backward)")
         else:
             self._note()

@@ -146,8 +146,7 @@ class GradientStats(LayerStats):
         remove_end: takes the hooks off at the end of the fit.
         include_paramless: with `modules=None`, takes modules without parameters too.
         of: `"outputs"` or `"params"`; parameters are rows called by their own names.
-        scaler: the GradScaler, needed only where its `step` is not called around a torch
-            optimizer's (`each_forward`).
+        scaler: the GradScaler of the loss, where it makes no optimizer step of its own.
         eps: a value of at most this size is near zero.
         bins: of the histogram, `(low, high, n)`; None: signed octaves from 2**-40 to 2**8.
 
