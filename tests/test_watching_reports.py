@@ -92,6 +92,96 @@ def test_a_loss_that_the_model_returns_is_found(kind: str, reported: bool):
     np.testing.assert_allclose(w.losses, want, rtol=1e-5)
 
 
+class Ranks(nn.Module):
+    """A model of two towers, such as CLIP: it returns a scale beside both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.scale = nn.Linear(4, 3), nn.Linear(4, 3), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.a(x), self.b(x), self.scale.exp()
+
+
+def ranked(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    a, b, scale = model(x)
+    return nn.functional.cross_entropy(scale * a @ b.T, torch.arange(len(x)))
+
+
+def weighted(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x)["logits"].abs().mean()  # not the "loss" that the model returns
+
+
+def with_forces(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    energy = model(x)  # a scalar, and not the loss
+    (force,) = torch.autograd.grad(energy, x, create_graph=True)
+    return energy.square() + (force + x).square().mean()
+
+
+OTHER_LOSSES = [
+    pytest.param(Ranks, ranked, id="scalar beside the output"),
+    pytest.param(lambda: Returns("by_name"), weighted, id="by name"),
+    pytest.param(lambda: Returns("loss"), with_forces, id="scalar output"),
+    pytest.param(lambda: Returns("loss"), lambda m, x: m(x) + m.net[0].weight.norm(), id="a term"),
+]
+
+
+@pytest.mark.parametrize(("make", "loss_of"), OTHER_LOSSES)
+@pytest.mark.parametrize("reported", [None, "before backward", "after the step"])
+def test_another_loss_than_the_one_that_backward_is_called_on_is_not_recorded(
+    make: Any, loss_of: Any, reported: str | None
+):
+    model, truth = make(), []
+    opt, n = sgd(model), 4
+    w = watch(model, opt).start()
+
+    def train() -> None:
+        for x in batches(n):
+            loss = loss_of(model, x)
+            truth.append(loss.item())
+            if reported == "before backward":
+                w.loss(loss)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            if reported == "after the step":
+                w.loss(loss.item())
+        w.stop()
+
+    if reported:
+        train()
+        np.testing.assert_allclose(w.losses, truth, rtol=1e-5)
+    else:
+        with pytest.warns(NeverFiredWarning, match=r"called on another.*w\.loss\(loss\)") as warned:
+            train()
+        assert len(warned) == 1
+        assert np.isnan(w.losses).all()
+        assert w.run_record().losses is None
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [
+        lambda loss: loss / 3,
+        lambda loss: torch.amp.GradScaler("cpu").scale(loss.double().mean()),
+        lambda loss: torch.stack([loss, loss]).mean() + 1.0,
+    ],
+)
+def test_the_loss_that_a_model_returns_is_recorded_where_it_is_scaled_or_summed(trained: Any):
+    model, truth = Returns("by_name"), []
+    opt = sgd(model)
+
+    with watch(model, opt) as w:
+        for first, second in zip(batches(4), batches(4)[::-1], strict=True):
+            a, b = model(first)["loss"], model(second)["loss"]
+            truth.append((a.item() + b.item()) / 2)
+            trained(a + b).backward()
+            opt.step()
+
+    np.testing.assert_allclose(w.losses, truth, rtol=1e-5)
+
+
 @pytest.mark.parametrize("reported", [False, True])
 def test_the_loss_function_can_be_watched_and_is_warned_of_if_called_twice(reported: bool):
     model, mse, losses, seen = net(), nn.MSELoss(), [], []

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
+
 from hookkit.autograd_graph import (
     PARTS,
     SAME_ORDER,
@@ -47,6 +49,7 @@ _CLAMPS = frozenset(("Clamp", "ClampMin", "ClampMax"))
 _SAME_KIND = SAME_VALUES | PARTS | _CLAMPS
 """Operations that give probabilities if they are given some, and scores for scores."""
 
+_ADDS = SAME_VALUES | {"Add", "Sum", "Mean", "Stack", "Cat"}
 _SUMS = frozenset(("Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Minimum", "Maximum", "Relu"))
 
 
@@ -89,6 +92,31 @@ def loss_facts(root: Any) -> dict[str, Any]:
         if compares and (shapes := _all_with_all(node)):
             facts["broadcast"] = "{} is compared with {}, which makes {}".format(*shapes)
     return facts
+
+
+FOUND = "hookkit: the loss that the model returned"
+"""Key in a node's metadata for the numbers of its outputs that are such a loss. Keeps no graph."""
+
+
+def is_found(loss: Tensor) -> bool:
+    """Tell whether a loss is one that a model returned (`FOUND`), or a sum of them, up to factors.
+
+    >>> import torch
+    >>> own, other = (torch.ones(2, requires_grad=True).mean() for _ in range(2))
+    >>> own.grad_fn.metadata[FOUND] = {own.output_nr}
+    >>> is_found(own / 2), is_found(own + 0.1 * other), is_found(-own)
+    (True, False, False)
+    """
+    todo: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
+    while todo:
+        node, number = todo.pop()
+        if number in node.metadata.get(FOUND, ()):
+            continue
+        scaled = op_name(node) in ("Mul", "Div") and takes_one(node)
+        if not (scaled or op_name(node) in _ADDS):
+            return False
+        todo += [(before, i) for before, i in node.next_functions if before is not None]
+    return True
 
 
 def _identity(root: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from hookkit.devices import widest_float
 from hookkit.health.kept_gradients import KeptGradients
-from hookkit.health.loss_graph import loss_facts
+from hookkit.health.loss_graph import FOUND, is_found, loss_facts
 from hookkit.hooks.snapshot import is_transforming
 from hookkit.moments.rows import plain
 from hookkit.nested import leaves
@@ -76,6 +76,8 @@ class Sensors:
     def __init__(self) -> None:
         self._kept = KeptGradients()
         self._reported: dict[str, Any] | None = None  # what the graph of the loss shows
+        self._marked = self._returned = False  # losses that the model returned; `_reported` is one
+        self.other_loss = False  # backward() is called on another loss than those
         self._root: dict[str, Any] | None = None  # and that of what backward() is called on
         self._named = False
         self._tries = _TRIES
@@ -103,7 +105,9 @@ class Sensors:
                 now = mark if self._mark is None else self._mark.to(mark.device)
                 self._mark = torch.maximum(now, mark)
 
-    def see_scores(self, loss_func: Any, pred: Any, fed: bool = True) -> None:
+    def see_scores(
+        self, loss_func: Any, pred: Any, fed: bool = True, found: Tensor | None = None
+    ) -> None:
         """What the model returned, still in its graph, and before the backward pass if it can be.
 
         Args:
@@ -111,13 +115,18 @@ class Sensors:
             pred: any structure. The first backward pass through it is asked where it began: so a
                 loss that is reported as a number is seen, and one whose sign is turned.
             fed: `pred` is the loss's own first input, so that dimension 1 is that of the classes.
+            found: what was taken for the loss in `pred`. Where backward() is called on another,
+                `other_loss` becomes True.
         """
         self._named |= loss_func is not None
         if self._root is None and self._tries > 0 and not is_transforming():
             self._tries -= 1
-            made = (t.grad_fn for t in leaves(pred) if t.grad_fn is not None)
-            if (node := next(made, None)) is not None:
+            node: Any
+            for node in {t.grad_fn for t in leaves(pred) if t.grad_fn is not None}:
                 node.register_prehook(partial(self._see_backward, get_ident()))
+            if found is not None and found.grad_fn is not None:
+                self._marked, node = True, found.grad_fn
+                node.metadata.setdefault(FOUND, set()).add(found.output_nr)
         name = (loss_name(loss_func) or "").lower().replace("_", "")
         by_class = name.startswith("crossentropy") and isinstance(pred, Tensor)
         mean = getattr(loss_func, "reduction", "mean") == "mean"
@@ -127,17 +136,21 @@ class Sensors:
     def _see_backward(self, thread: int, grads: Any) -> None:
         """A backward pass, called by a thread, has reached the model's output."""
         if self._root is None and (root := _root(thread)) is not None:
-            self._root = loss_facts(root)
+            self._root = loss_facts(root.grad_fn)
+            if self._marked and not is_found(root):
+                self.other_loss = True
+                self._reported = None if self._returned else self._reported
 
-    def see_loss(self, loss: Tensor, params: Iterable[Tensor] = ()) -> None:
+    def see_loss(self, loss: Tensor, params: Iterable[Tensor] = (), found: bool = False) -> None:
         """The loss of a batch, in its graph: the first one that has a graph is read.
 
         Args:
             loss: one number, live or detached.
             params: what is trained: whether it changes without a step that was seen.
+            found: the model returned it, and `see_scores` is told of it.
         """
         if self._reported is None and loss.grad_fn is not None:
-            self._reported = loss_facts(loss.grad_fn)
+            self._reported, self._returned = loss_facts(loss.grad_fn), found
         if self._first is None and not is_transforming():
             with torch.no_grad():
                 self._first = [(ref(p), mark) for p in params for mark in marks([p])]
@@ -213,7 +226,7 @@ def marks(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _root(thread: int) -> Any:
-    """The node at which the backward pass begins that a thread has called; None if not known.
+    """The tensor on which a thread has called the backward pass under way; None if not known.
 
     PyTorch has no hook for that. Autograd runs hooks in threads of its own on a GPU; the thread
     that called `backward` waits in it, and its frame there has the tensor.
@@ -225,4 +238,5 @@ def _root(thread: int) -> Any:
             given = frame.f_locals.get("tensors")
         frame = frame.f_back
     roots = [given] if isinstance(given, Tensor) else list(given or ())
-    return roots[0].grad_fn if len(roots) == 1 and isinstance(roots[0], Tensor) else None
+    is_one = len(roots) == 1 and isinstance(roots[0], Tensor) and roots[0].grad_fn is not None
+    return roots[0] if is_one else None
