@@ -60,7 +60,13 @@ class ParameterModule(nn.Module):
 
 
 def has_params(m: nn.Module) -> bool:
-    """Return True if `m`, or any module inside it, has a parameter.
+    """Tell whether a module has parameters.
+
+    Args:
+        m: a module.
+
+    Returns:
+        True if `m`, or any module inside it, has one.
 
     >>> has_params(nn.Sequential(nn.ReLU(), nn.Linear(2, 2))), has_params(nn.ReLU())
     (True, False)
@@ -119,10 +125,13 @@ def _flat(m: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 
 
 def in_channels(m: nn.Module) -> int:
-    """Return how many channels (or features) the first layer with parameters takes.
+    """Count the channels (or features) that a model takes.
 
     Args:
         m: a model that begins with a convolution, a linear layer or a BatchNorm.
+
+    Returns:
+        The number that its first layer with parameters takes.
 
     Raises:
         ArgumentError: its first layer does not say so, such as an embedding or a lazy layer.
