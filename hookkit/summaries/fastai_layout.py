@@ -6,7 +6,7 @@ rows are in the order of execution, and the first dimension is the true one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ _N = 76  # fastai's width
 
 
 class SummaryText(str):
-    """A text that shows as it is at the prompt, and as the rich table in a notebook.
+    """A text that shows unquoted at the prompt, and as the rich table in a notebook.
 
     Attributes:
         summary: the `Summary` that it was drawn from.
@@ -35,7 +35,7 @@ class SummaryText(str):
     summary: Summary
 
     def __new__(cls, text: str, summary: Summary) -> SummaryText:
-        """`text`, drawn from `summary`."""
+        """Make a str of `text` that carries `summary`."""
         self = super().__new__(cls, text)
         self.summary = summary
         return self
@@ -48,34 +48,29 @@ class SummaryText(str):
 
 
 def layer_info(learn: Any, *xb: Any) -> list[tuple[str, int | str, Any, Any, bool]]:
-    """One tuple per innermost layer: type, parameters, trainable, output shape, same as its input.
+    """List type, parameters, trainable, output shape, same as its input, of each innermost layer.
 
     As fastai's: for one sample (shapes begin with 1), "" for parameters and trainable where there
     are none. In order of execution; a layer that is not called has shape None.
 
     Args:
         learn: a Learner, or anything with a `model`.
-        *xb: the inputs of a batch; the first sample of each is taken where the model can take one.
+        *xb: the inputs of a batch, of which the first sample is taken.
 
     Returns:
-        The tuples.
+        A tuple for each layer.
 
     >>> from hookkit.testing import synth_learner
     >>> learn = synth_learner(model=nn.Sequential(nn.Linear(1, 3), nn.ReLU(), nn.Linear(3, 1)))
     >>> layer_info(learn, *learn.dls.one_batch()[:1])[1]
     ('ReLU', '', '', [1, 3], True)
     """
-    _check(learn, "layer_info", xb)
-    one = tuple(tmap(lambda t: t[:1] if t.dim() else t, x) for x in xb)
-    try:
-        result = _summary_of(learn, one, False)
-    except Exception:  # offsets, lists of images: not every batch can be cut
-        result = _summary_of(learn, xb, False)
-    return [_info(r) for r in _leaves(result)]
+    one = Inputs(tmap(lambda t: t[:1] if t.dim() else t, x) for x in xb)
+    return [_info(r) for r in _layers(_summary_of("layer_info", learn, one, training=False))]
 
 
 def module_summary(learn: Any, *xb: Any) -> SummaryText:
-    """The layers of `learn.model` in fastai's layout, for the inputs `xb` of a batch.
+    """Draw the layers of `learn.model` in fastai's layout, for the inputs `xb` of a batch.
 
     Args:
         learn: a Learner, or anything with a `model`.
@@ -89,21 +84,32 @@ def module_summary(learn: Any, *xb: Any) -> SummaryText:
     >>> module_summary(learn, *learn.dls.one_batch()[:1]).summary.n_params
     10
     """
-    _check(learn, "module_summary", xb)
-    result = _summary_of(learn, xb, True)
+    result = _summary_of("module_summary", learn, Inputs(xb))
     return SummaryText(_drawn(result, xb), result)
 
 
 def learner_summary(learn: Any) -> SummaryText:
-    """`module_summary` on one real batch, with optimizer, loss, freezing and callbacks.
+    """Draw `module_summary` of one training batch, with optimizer, loss, freezing and callbacks.
 
-    No event is fired and nothing of the learner changes; the batch is taken without its workers.
+    No event is fired and nothing of the learner changes. The inputs are all but the last item of
+    the batch, or as many as the DataLoaders say; a batch that is a mapping becomes keyword inputs.
     Raises a ModelRunError if there are no data.
     """
-    xb = _first_inputs(learn)
-    result = _summary_of(learn, xb, True)
-    text = _drawn(result, xb)
-    text += f"Optimizer used: {learn.opt_func}\nLoss function: {learn.loss_func}\n\n"
+    train = getattr(getattr(learn, "dls", None), "train", None)
+    if train is None:
+        raise ModelRunError(
+            "learn.summary() runs one training batch: this Learner has no data. Make it with "
+            "DataLoaders(train, valid), or use module_summary(learn, xb)."
+        )
+    with untouched(learn.model, observers=True):  # a dataset may call the model
+        batch = first_batch(train, "the training loader")
+    if isinstance(batch, Mapping):
+        xb = Inputs((), batch)
+    else:
+        xb = Inputs(split_batch(batch, getattr(learn.dls, "n_inp", None))[0])
+    result = _summary_of("learn.summary", learn, xb)
+    text = f"{_drawn(result, xb)}Optimizer used: {learn.opt_func}\n"
+    text += f"Loss function: {learn.loss_func}\n\n"
     if learn.opt is not None:
         at = getattr(learn, "frozen_idx", 0)
         text += f"Model frozen up to parameter group #{at}\n\n" if at else "Model unfrozen\n\n"
@@ -114,57 +120,28 @@ def learner_summary(learn: Any) -> SummaryText:
     return SummaryText(text, replace(result, notes=(*result.notes, *notes)))
 
 
-def _check(learn: Any, who: str, xb: tuple[Any, ...]) -> None:
-    """A model in the Learner's place, and no inputs, are the likeliest mistakes here."""
-    if not isinstance(getattr(learn, "model", None), nn.Module):
+def _summary_of(who: str, learn: Any, xb: Inputs, training: bool = True) -> Summary:
+    """Summarise `learn.model`, by default as in training, whatever mode a fit has left."""
+    model = getattr(learn, "model", None)
+    if not isinstance(model, nn.Module) or not leaves(xb):
         raise ArgumentError(
-            f"{who} takes a Learner, found {type(learn).__name__}. Use summary(model, x), or give "
-            f"the Learner: {who}(learn, x)."
+            f"{who} takes a Learner and the inputs of a batch, found {type(learn).__name__} and "
+            f"{len(xb)} inputs. Write {who}(learn, x), or summary(model, x)."
         )
-    if not xb:
-        raise ArgumentError(
-            f"{who} runs the model on the inputs of a batch; there are none. "
-            f"Use {who}(learn, x), or learn.summary()."
-        )
-
-
-def _summary_of(learn: Any, xb: Iterable[Any], training: bool) -> Summary:
-    """Numbers are those of training, also for a model that is in evaluation mode after a fit."""
-    tree, opt = Tree(learn.model), getattr(learn, "opt", None)
+    tree, opt = Tree(model), getattr(learn, "opt", None)
     p = next((p for _, p in tree.params), None)
-    inputs = xb if isinstance(xb, Inputs) else Inputs(xb)
     if p is not None and not p.is_meta:
-        inputs = tmap(lambda t: t.to(p.device), inputs)
+        xb = tmap(lambda t: t.to(p.device), xb)
     opt = opt if hasattr(opt, "param_groups") else None
-    mode = None if training and learn.model.training else training
+    mode = None if training and model.training else training  # None leaves each module's own
     view = {"fold": True, "depth": None, "columns": None}
-    return run_summary(tree, inputs, opt, view, training=mode, who="learn.summary")
-
-
-def _first_inputs(learn: Any) -> Inputs:
-    """The model's inputs from one training batch; no random state changes.
-
-    All but the last item, or `n_inp` items where the DataLoaders say so. A batch that is a mapping
-    becomes keyword inputs.
-    """
-    dls = getattr(learn, "dls", None)
-    train = getattr(dls, "train", None)
-    if train is None:
-        raise ModelRunError(
-            "learn.summary() runs one training batch: this Learner has no data. Make it with "
-            "DataLoaders(train, valid), or use module_summary(learn, xb)."
-        )
-    with untouched(learn.model, observers=True):
-        batch = first_batch(train, "the training loader")
-    if isinstance(batch, Mapping):
-        return Inputs((), batch)
-    return Inputs(split_batch(batch, getattr(dls, "n_inp", None))[0])
+    return run_summary(tree, xb, opt, view, training=mode, who="learn.summary")
 
 
 # --- the table
 
 
-def _leaves(s: Summary) -> list[Row]:
+def _layers(s: Summary) -> list[Row]:
     return [r for r in s if r.kind == "parameter" or (r.kind == "module" and r.leaf)]
 
 
@@ -191,7 +168,7 @@ def _drawn(s: Summary, xb: Any) -> str:
     head = f"{'Layer (type)':<20} {'Output Shape':<20} {'Param #':<10} {'Trainable':<10}"
     lines = [f"{harmless(s.rows[0].type)} (Input shape: {size})", "=" * _N, head, "=" * _N]
     previous: Any = None
-    for i, r in enumerate(_leaves(s)):
+    for i, r in enumerate(_layers(s)):
         kind, n, free, shape, same = _info(r)
         called = r.kind == "module" and r.calls and shape is not None
         if called and (previous is None or not (same or shape == previous)):
