@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hookkit.editing import add, edit_function, patch_from, scale, zero
-from hookkit.errors import HookError
+from hookkit.editing import add, edit_function, edit_outputs, patch_from, scale, zero
+from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.hooks import hook_function
+from hookkit.selecting import select
 
 
 class Attention(nn.Module):
@@ -144,6 +145,79 @@ def test_a_checkpoint_is_edited_again(
     checkpointed = grads(lambda x: checkpoint(net, x, use_reentrant=reentrant))
     for a, b in zip(checkpointed, grads(net), strict=True):
         torch.testing.assert_close(a, b)
+
+
+class Encoder(nn.Module):
+    """Checkpoints each of its layers, and once more inside of that."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant, act = reentrant, nn.Softmax(-1)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), act) for _ in range(2))
+
+    def again(self, f: Any, x: Tensor) -> Any:
+        return f(x) if self.reentrant is None else checkpoint(f, x, use_reentrant=self.reentrant)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.again(lambda x, layer=layer: self.again(layer, x), x)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("within", ["1", "1.layers.1", "*"])
+def test_a_checkpoint_inside_the_modules_of_within_is_edited_again(
+    x: Tensor, reentrant: bool, within: str
+) -> None:
+    def grads(reentrant: bool | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), Encoder(reentrant), nn.Softmax(-1))
+        with edit_function(F.softmax, scale(3.0), within=select(net, within)) as edits:
+            net(x.detach().requires_grad_()).square().sum().backward()
+        assert sum(edits.n_calls.values()) == {"1": 2, "1.layers.1": 1, "*": 3}[within]
+        return [p.grad for p in net.parameters()]  # type: ignore[misc]
+
+    for a, b in zip(grads(reentrant), grads(None), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_forward_outside_the_block_is_not_edited_in_its_recomputation(x: Tensor) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))
+    wanted = torch.autograd.grad(net(x).square().sum(), [*net.parameters()])
+    blocks: list[Any] = [
+        lambda: edit_function(F.softmax, scale(3.0)),
+        lambda: edit_function(F.softmax, scale(3.0), within=net),
+        lambda: edit_function(F.softmax, scale(3.0), within=[nn.Sequential(net)]),
+        lambda: edit_outputs(net, scale(3.0)),
+    ]
+    for block in blocks:
+        net.zero_grad()
+        loss: Any = checkpoint(net, x, use_reentrant=False).square().sum()  # type: ignore[no-untyped-call]
+        with pytest.warns(NeverFiredWarning), block():
+            loss.backward()
+        for p, grad in zip(net.parameters(), wanted, strict=True):
+            torch.testing.assert_close(p.grad, grad)
+
+
+def test_a_checkpoint_of_a_module_that_is_shared_with_others_is_an_error(x: Tensor) -> None:
+    class Part(nn.Module):
+        def __init__(self, act: nn.Module) -> None:
+            super().__init__()
+            self.fc, self.act = nn.Linear(8, 8), act
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.act, self.fc(x), use_reentrant=False)
+
+    act = nn.Softmax(-1)
+    net = nn.Sequential(Part(act), Part(act))
+
+    def run(within: Any) -> None:
+        with edit_function(F.softmax, scale(3.0), within=within):
+            net(x).sum().backward()
+
+    with pytest.raises(HookError, match="or a module that is shared"):
+        run([net[0]])
+    run(net)
 
 
 def test_operators_are_edited_and_calls_in_place_are_refused() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import HookError
-from hookkit.hooks.attach import graph_task, note
+from hookkit.hooks.attach import graph_task, note, recomputing
 from hookkit.hooks.block import TRACED, StopForward
 from hookkit.hooks.grads import Receive, listen_inputs, listen_output
 from hookkit.hooks.parts import check_grad, check_same, new_inputs, part_at
@@ -63,7 +63,9 @@ class Calls(Reading):
         makes of them; gives the replacement, if the hook edits.
         """
         block, pre = self.switch, self.switch.kind == "pre"
-        if not block.edit and not self._counts():
+        # a checkpoint repeats the edits of its forward; without any, that ran outside the block
+        unseen = block.edit and not self.n_calls and recomputing()
+        if (unseen or not block.edit) and not self._counts():
             return None
         value = Inputs(args, kwargs) if pre else output
         part = self._part(value)

@@ -17,6 +17,7 @@ from inspect import currentframe
 from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from hookkit.modules import unwrap
 from hookkit.selecting import select
 
 Within = nn.Module | Modules | None
+Where = tuple[str, nn.Module | None] | None
 # Functions of Python inside which calls count: a checkpoint runs the model again in a backward.
 _OPEN = frozenset(("backward", "grad", "multi_head_attention_forward"))
 _HOME = str(Path(__file__).parents[1])
@@ -120,6 +122,8 @@ class FunctionHooks(Hooks, TorchFunctionMode):
     def _reset(self) -> None:
         self.hooks, self.calls = [], dict[str, FunctionCall]()
         self.counts, self.heads = Counter[str](), dict[str, int]()
+        # of the modules inside those of `within`: what `_where` gave for the calls in them
+        self.inside = WeakKeyDictionary[nn.Module, set[Where]]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by PyTorch in the place of `func`; the mode is off meanwhile."""
@@ -157,24 +161,43 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         finally:
             TorchFunctionMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
 
-    def _where(self) -> tuple[str, nn.Module | None] | None:
+    def _where(self) -> Where:
         """The innermost module of `within` that runs, with its name; None: this does not count."""
         again = graph_task() != -1  # a checkpoint runs it again, of which only edits are repeated
         if again and not self.switch.edit:
             return None
         if self.within is None:
             return "", None
-        inside = False
+        inside, where = [], None
         for module in running_modules():
-            inside = True
             if id(module) in self.within:
-                return self.within[id(module)], module
-        if again and not inside:
-            raise HookError(
-                f"{self.switch.who}: a checkpoint of a function runs it again, and which module "
-                "that is for is not known. Checkpoint a module, or leave out within=."
-            )
-        return None
+                where = self.within[id(module)], module
+                break
+            inside.append(module)
+        if again and where is None:
+            return self._where_before(inside)
+        if self.switch.edit and not again:
+            for module in inside:
+                self.inside.setdefault(module, set()).add(where)
+        return where
+
+    def _where_before(self, inside: list[nn.Module]) -> Where:
+        """What `_where` gave in the forward that a checkpoint runs again, with `inside` running.
+
+        The checkpoint may be inside a module of `within`, which does not run then. A module inside
+        says which one it is, if all calls in it were made for the same.
+        """
+        seen = [self.inside[module] for module in inside if module in self.inside]
+        for places in seen:
+            if len(places) == 1:
+                return next(iter(places))
+        if inside and not seen:
+            return None  # the forward ran outside the block, without the edit
+        raise HookError(
+            f"{self.switch.who}: a checkpoint runs a function again, or a module that is shared, "
+            "and which module that is for is not known. Checkpoint a module around it, or leave out "
+            "within=."
+        )
 
     def _called(self, name: str, where: str, owner: nn.Module | None) -> FunctionCall:
         """What runs this call: a new one, unless its name was there before."""
@@ -222,6 +245,8 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> bool:
         self.on = self.switch.depth > 1
+        if not self.on:
+            self.inside.clear()
         try:
             TorchFunctionMode.__exit__(self, kind, e, tb)  # type: ignore[no-untyped-call]
         finally:
