@@ -29,8 +29,10 @@ def hook_attention(
     """Stores the attention pattern of each attention in `within`, for the time of a `with`.
 
     Attention is `F.scaled_dot_product_attention`, fused or not; `nn.MultiheadAttention`, also in an
-    encoder layer; and a softmax over the last of four dimensions, as eager attention has it. Masks,
-    the causal mask, scale, groups of heads and caches are those of the call; dropout is left out.
+    encoder layer; and any softmax over the last of four dimensions, as eager attention has it (also
+    one that is none: name the attention layers in `within` if a model has such). Masks, the causal
+    mask, scale, groups of heads and caches are those of the call; dropout is left out, and so is
+    the column of an attention sink (gpt-oss): there rows sum to less than 1.
     The run is not changed, and fused attention stays fused; only that of `nn.TransformerEncoder`
     in evaluation mode runs layer by layer, so that padded positions have values in place of 0.
     Memory: all patterns, unless `keep` says otherwise.
@@ -49,8 +51,10 @@ def hook_attention(
 
     Returns:
         `FunctionHooks`, to be entered. Names are those of the innermost module of `within`:
-        `h["blocks.3.attn/attention:0"]`. Each stores (batch, heads, queries, keys); scores are
-        float32 at least. A query that may attend to nothing has a pattern of 0.
+        `h["blocks.3.attn/attention:0"]`. Each stores (batch, heads, queries, keys), where the layer
+        has these dimensions: fused attention of three stores three, and Longformer (batch, queries,
+        heads, window). Scores are float32 at least. A query that may attend to nothing has a
+        pattern of 0.
 
     Raises:
         ArgumentError: `within` holds no modules.
@@ -103,8 +107,8 @@ def edit_attention(
     Raises:
         ArgumentError: `within` holds no modules, or `edit` is no function.
         OptionError: `calls` has what is no number of a call.
-        HookError: later, before the pattern is used: it gave another shape. Where `at` is outside,
-            PyTorch's own error, with a note.
+        HookError: later, before the pattern is used: it gave another shape, or the attention has
+            not four dimensions. Where `at` is outside, PyTorch's own error, with a note.
 
     >>> from hookkit.editing import zero
     >>> layer = nn.MultiheadAttention(8, 2, batch_first=True)

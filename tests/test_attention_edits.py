@@ -328,6 +328,83 @@ def test_gradients_under_checkpointing_are_those_without_it() -> None:
         torch.testing.assert_close(plain, checkpointed)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("attend", [Fused, Written])
+def test_reading_the_pattern_of_a_checkpoint_changes_no_gradient(
+    attend: type[nn.Module], reentrant: bool
+) -> None:
+    q, k, v, mask = tensors()
+    model, again = attend(), checkpoint
+    wanted = torch.autograd.grad(model(q, k, v, mask).square().sum(), (q, k, v))
+
+    with hook_attention(model) as h, edit_attention([nn.Identity()], zero()) as idle:
+        idle.quiet = True
+        again(model, q, k, v, mask, use_reentrant=reentrant).square().sum().backward()
+
+    assert len(h) == 1
+    for x, grad in zip((q, k, v), wanted, strict=True):
+        torch.testing.assert_close(x.grad, grad)
+
+
+def test_a_pattern_that_is_stored_with_its_graph_has_one_and_else_none() -> None:
+    q, k, v, mask = tensors()
+    with hook_attention(model := Fused(), detach=False) as live, hook_attention(model) as h:
+        model(q, k, v, mask)
+
+    (grad,) = torch.autograd.grad(live[0].stored[..., 0].sum(), k)
+    assert grad.any()
+    assert not h[0].stored.requires_grad
+
+
+def test_an_attention_sink_is_no_key() -> None:
+    class Sink(nn.Module):
+        sinks = nn.Parameter(torch.tensor([0.0, 1.0, 2.0]))
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            scores = torch.cat([q @ k.mT, self.sinks.view(1, 3, 1, 1).expand(2, 3, 5, 1)], -1)
+            return scores.softmax(-1)[..., :-1] @ v
+
+    q, k, v, mask = tensors()
+    plain, model = Sink()(q, k, v, mask), Sink()
+    with hook_attention(model) as h, hook_attention(model, scores=True) as scores:
+        assert torch.equal(model(q, k, v, mask), plain)
+    with edit_attention(model, replace(0.0, at=(..., -1))), hook_attention(model) as edited:
+        y = model(q, k, v, mask)
+    with edit_attention(model, replace(-math.inf), scores=True):
+        assert not model(q, k, v, mask).any()
+
+    pattern = h[0].stored
+    assert pattern.shape == (2, 3, 5, 7)
+    torch.testing.assert_close(pattern @ v, plain)
+    torch.testing.assert_close(scores[0].stored, q @ k.mT)
+    assert torch.equal(edited[0].stored, without(pattern, (..., -1)))
+    torch.testing.assert_close(y, without(pattern, (..., -1)) @ v)
+
+
+def test_edits_refuse_attention_whose_heads_are_elsewhere() -> None:
+    class Window(Written):
+        num_heads = 3
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            return (q @ k.mT).transpose(1, 2).softmax(-1)
+
+    q, k, v, mask = tensors()
+    with hook_attention(model := Fused()) as h:
+        model(q[0], k[0], v[0], mask)
+    assert h[0].stored.shape == (3, 5, 7)
+
+    joined, elsewhere = (rf"is {s}, which is not \(batch" for s in ("3×5×7", "2×5×3×7"))
+    with (
+        pytest.raises(HookError, match=joined),
+        edit_attention(model, zero()),
+        hook_attention(model),
+    ):
+        model(q[0], k[0], v[0], mask)
+    model = Window()
+    with pytest.raises(HookError, match=elsewhere), edit_attention(model, zero()):
+        model(q, k, v, mask)
+
+
 def test_the_pattern_of_another_prompt_is_patched_in() -> None:
     fused, eager, inputs = made("gpt2")
     other = inputs | {"input_ids": inputs["input_ids"].flip(1)}

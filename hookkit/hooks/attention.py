@@ -22,6 +22,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from hookkit.errors import HookError
 from hookkit.hooks.block import Block
 from hookkit.hooks.functions import FunctionHooks, passed_on, plain_name, running_modules
+from hookkit.nested import tmap
 
 _thread = local()  # .seen: the pattern of the fused call that runs now was shown to all blocks
 
@@ -40,13 +41,20 @@ class AttentionHooks(FunctionHooks):
         if not self.switch.on:
             return passed_on(func, args, kwargs)
         if name == "attention" and getattr(func, "__module__", "") == __name__:
+            self._check_axes(args[0].shape)
             return self._hooked(func, name, args, kwargs)
+        if func is _needs_graph:
+            wanted = self.switch.edit or not self.switch.detach
+            return (wanted and self._where() is not None) or passed_on(func, args, kwargs)
         if func is scaled_dot_product_attention and not getattr(_thread, "seen", False):
             return self._fused(func, args, kwargs)
         if name == "softmax" and (found := _written_out(*args, **kwargs)):
             scores, options = found
             shape = _shape(scores)
             if len(shape) == 4:
+                self._check_axes(shape)
+                if _has_sink():
+                    return self._with_sink(func, scores, options)
                 pattern = self._hooked(func, "attention", (scores.reshape(shape),), options)
                 return self._fitting(pattern, shape).reshape(scores.shape)
         return super().__torch_function__(func, types, args, kwargs)
@@ -56,7 +64,6 @@ class AttentionHooks(FunctionHooks):
         if self._where() is None:
             return passed_on(func, args, kwargs)
         given = _SDPA.bind(*args, **kwargs).arguments
-        scores = attention_scores(**given)
         dtype, made = given["value"].dtype, list[Tensor]()
 
         def attention(scores: Tensor) -> Tensor:
@@ -68,6 +75,11 @@ class AttentionHooks(FunctionHooks):
             made[:] = scores, scores.softmax(-1).masked_fill(nowhere, 0).to(dtype)
             return made[1]
 
+        with self._pushed():
+            needs_graph = _needs_graph(given["query"])
+        if not needs_graph:  # a checkpoint repeats edits alone, and must find as much saved again
+            given = tmap(lambda x: x.detach() if x.requires_grad else x, given)
+        scores = attention_scores(**given)
         seen = scores.reshape(_shape(scores))
         with self._pushed():
             pattern = attention(seen)
@@ -82,6 +94,34 @@ class AttentionHooks(FunctionHooks):
             value = value.repeat_interleave(scores.size(-3) // value.size(-3), -3)
         pattern = self._fitting(pattern, seen.shape).reshape(scores.shape)
         return dropout(pattern.to(value.dtype), rate) @ value
+
+    def _with_sink(self, softmax: Any, scores: Tensor, options: Any) -> Tensor:
+        """What a softmax gives whose last column is no key; hooks see the other columns."""
+        keys, made = scores[..., :-1], list[Tensor]()
+
+        def attention(part: Tensor, **options: Any) -> Tensor:
+            whole = scores if part is keys else torch.cat([part, scores[..., -1:]], -1)
+            made[:] = [softmax(whole, **options)]
+            made.append(made[0][..., :-1])
+            return made[1]
+
+        pattern = self._hooked(attention, "attention", (keys,), options)
+        if pattern is made[1]:
+            return made[0]
+        return torch.cat([self._fitting(pattern, tuple(keys.shape)), made[0][..., -1:]], -1)
+
+    def _check_axes(self, shape: tuple[int, ...]) -> None:
+        """Raises if an edit would take another dimension for the heads."""
+        heads = _n_heads(next(running_modules(), None))
+        if len(shape) == 4 and not shape[1] != heads == shape[2]:  # Longformer's are in the third
+            return
+        if not self.switch.edit or (where := self._where()) is None:
+            return
+        raise HookError(
+            f"{self.switch.who} on {where[0] or 'the model'}: its attention pattern is "
+            f"{'×'.join(map(str, shape))}, which is not (batch, heads, queries, keys). Leave this "
+            "layer out of within=; edit_function(F.softmax, …) or edit_output may do instead."
+        )
 
     def _fitting(self, pattern: Tensor, shape: tuple[int, ...]) -> Tensor:
         """`pattern`, if an edit has left it its shape."""
@@ -104,6 +144,24 @@ class AttentionHooks(FunctionHooks):
         )
 
 
+def _needs_graph(query: Tensor) -> bool:
+    """Whether a block that is open edits this call, or stores its pattern with the graph."""
+    if has_torch_function_unary(query):
+        return bool(handle_torch_function(_needs_graph, (query,), query))
+    return False
+
+
+def _has_sink() -> bool:
+    """Whether the attention that runs now has a sink as its last key, as gpt-oss."""
+    return isinstance(getattr(next(running_modules(), None), "sinks", None), Tensor)
+
+
+def _n_heads(owner: nn.Module | None) -> Any:
+    """How many heads an attention says that it has, in its attributes or those of its `config`."""
+    config = getattr(owner, "config", None)
+    return getattr(owner, "num_heads", None) or getattr(config, "num_attention_heads", None)
+
+
 def _shape(scores: Tensor) -> tuple[int, ...]:
     """(batch, heads, queries, keys) of scores, of which the first three can be packed.
 
@@ -111,8 +169,7 @@ def _shape(scores: Tensor) -> tuple[int, ...]:
     token that share their keys as (batch, key heads, group, keys).
     """
     shape, owner = tuple(scores.shape), next(running_modules(), None)
-    config = getattr(owner, "config", None)
-    heads: Any = getattr(owner, "num_heads", None) or getattr(config, "num_attention_heads", None)
+    heads = _n_heads(owner)
     if len(shape) == 3 and isinstance(owner, nn.MultiheadAttention):
         return (shape[0] // heads, heads, *shape[1:])
     group = heads // shape[1] if isinstance(heads, int) and len(shape) == 4 else 1

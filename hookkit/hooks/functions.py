@@ -195,8 +195,8 @@ class FunctionHooks(Hooks, TorchFunctionMode):
             return None  # the forward ran outside the block, without the edit
         raise HookError(
             f"{self.switch.who}: a checkpoint runs a function again, or a module that is shared, "
-            "and which module that is for is not known. Checkpoint a module around it, or leave out "
-            "within=."
+            "and which module that is for is not known. Checkpoint a module around it, or leave "
+            "out within=."
         )
 
     def _called(self, name: str, where: str, owner: nn.Module | None) -> FunctionCall:
