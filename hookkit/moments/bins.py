@@ -5,9 +5,11 @@ The upper bits of a float32 are a logarithmic bin number: `bits >> 22` counts tw
 is below or above the bins goes to an underflow bin next to zero or to an open bin at the end; NaN
 and Inf are in no bin.
 
-A sample is one slice: it needs no random numbers, which belong to the training. Its stride is
-coprime with the size: one that divides the number of channels would see a few of them only. Each
-record begins at another offset, so in the long run every value is taken.
+A bin holds its lower edge and not its upper one, below zero too, as in `numpy.histogram`.
+
+A sample is one slice from end to end: it needs no random numbers, which belong to the training. Its
+stride is coprime with the size: one that divides the number of channels would see a few of them
+only. Each record begins at another offset, so in the long run every value is taken.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ import torch
 from torch import Tensor
 
 SAMPLE = 4096
-"""Values of a tensor that are counted: the distribution function is right to 0.021 with 95 %
-confidence (Dvoretzky-Kiefer-Wolfowitz, with Massart's constant, 1990)."""
+"""The fewest values of a larger tensor that are counted: the distribution function is right to
+0.021 with 95 % confidence (Dvoretzky-Kiefer-Wolfowitz, with Massart's constant, 1990)."""
 
 _CLASSES = 1024  # values of the upper ten bits of a float32
+_MINUS_INF = -8388608  # bits of -inf, as an int32; those of negative finite values are below it
 
 
 class LogBins:
@@ -49,11 +52,15 @@ class LogBins:
 
     def count(self, x: Any) -> Any:
         """(1024,) counts of a float32 array's values by sign, exponent and first fraction bit."""
-        return np.bincount((x + np.float32(0)).view(np.uint32) >> 22, minlength=_CLASSES)
+        bits = (x + np.float32(0)).view(np.int32)  # -0.0 becomes 0.0
+        bits -= bits < _MINUS_INF  # a negative value that is an edge belongs to the bin above it
+        return np.bincount(bits.view(np.uint32) >> 22, minlength=_CLASSES)
 
     def classes(self, x: Tensor) -> Tensor:
         """The same classes of a float32 tensor, int64 of its shape."""
-        return ((x + 0).view(torch.int32) >> 22 & _CLASSES - 1).long()  # -0.0 becomes 0.0
+        bits = (x + 0).view(torch.int32)
+        bits = bits - (bits < _MINUS_INF).int()
+        return (bits >> 22 & _CLASSES - 1).long()
 
     def in_bins(self, counts: Any) -> Any:
         """(…, n_bins) counts of (…, 1024) classes."""
@@ -99,6 +106,7 @@ def narrowed(x: Any) -> Any:
 
 @lru_cache(4096)
 def _stride(n: int) -> int:
+    """The longest stride that takes `SAMPLE` of `n` values or more, and is coprime with `n`."""
     stride = n // SAMPLE
     while math.gcd(stride, n) != 1:
         stride -= 1
@@ -106,9 +114,9 @@ def _stride(n: int) -> int:
 
 
 def sample_of(n: int, offset: int) -> slice:
-    """Which `SAMPLE` of `n` values to take; all if there are fewer."""
-    if n <= SAMPLE:
-        return slice(0, n, 1)
-    stride = _stride(n)
-    start = offset % stride
-    return slice(start, start + stride * (SAMPLE - 1) + 1, stride)
+    """Which of `n` values to count, from end to end: all up to 4096, else at least 4096.
+
+    Where few strides are coprime with `n` there are more: all 15360 of 15360 values, 5461 of 16384.
+    """
+    stride = _stride(n) if n > SAMPLE else 1
+    return slice(offset % stride, n, stride)

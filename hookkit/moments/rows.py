@@ -102,19 +102,22 @@ def moments(x: Tensor, eps: float) -> Tensor:
 
 _ONES = {kind: np.ones(CHUNK, kind) for kind in ("f", "d")}
 _LARGE = {"f": 1e16, "d": 1e150}  # sums of squares of smaller values do not overflow
+_SMALL = 1e-12  # the squares of smaller float32 values, or of their deviations, may underflow
 
 
 def array_row(x: Any, eps: float) -> tuple[float, ...]:
     """The row of a flat float32 or float64 array, in chunks that stay in the cache."""
     rows = []
-    kind, near_zero = x.dtype.char, x.dtype.type(eps)
-    ones, large = _ONES[kind], _LARGE[kind]
+    near_zero, large = x.dtype.type(eps), _LARGE[x.dtype.char]
     for start in range(0, len(x), CHUNK):
         part = x[start : start + CHUNK]
         n, low, high = len(part), float(part.min()), float(part.max())
         if not (-large < low and high < large):  # NaN, Inf, or squares that overflow
             rows.append(tuple(moments(torch.from_numpy(part), eps).tolist()))
             continue
+        if 0 < max(-low, high) < _SMALL:
+            part = part.astype(np.float64)
+        ones = _ONES[part.dtype.char]
         mean = float(part.dot(ones[:n])) / n
         m2 = float(part.dot(part)) - n * mean * mean
         if m2 < 0.1 * n * mean * mean:  # digits were lost

@@ -41,8 +41,8 @@ class ActivationStats(LayerStats):
     `record().spans` has the number of steps in each.
 
     Args:
-        with_hist: whether to keep a histogram of each layer too, from 4096 of its values: its
-            distribution function is within 0.021 of the true one (95 %).
+        with_hist: whether to keep a histogram of each layer too, from 4096 or more of its values:
+            its distribution function is within 0.021 of the true one (95 %).
         modules: which, as for `select`; None takes every module without children that has
             parameters.
         every: records every n-th optimizer step, beginning with the first of each fit.
@@ -139,7 +139,7 @@ class GradientStats(LayerStats):
     step, that step has no record; a step that a scaler skips leaves nothing.
 
     Args:
-        with_hist: whether to keep a histogram of each row too, from 4096 of its values.
+        with_hist: whether to keep a histogram of each row too, from 4096 or more of its values.
         modules: which, as for `select`; None takes every module without children that has
             parameters.
         every: records every n-th optimizer step, beginning with the first of each fit.
