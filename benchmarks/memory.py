@@ -34,8 +34,7 @@ def rows(full: bool, device: str) -> Iterator[Row]:
             if step == 1:
                 start = peak_mib()
             if step in marks:
-                columns = stats.tally.history.columns
-                held[step] = sum(t.nbytes for c in columns for t in c.values()) / 2**20
+                held[step] = sum(t.nbytes for t in stats.tally.tables().values()) / 2**20
     grown = peak_mib() - start
     first, last = marks
     case, what = f"40 layers, {last:,} steps", "size of the statistics"

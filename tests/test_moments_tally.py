@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from hookkit.moments import history, tally
+from hookkit.moments import step_table, tally
 from hookkit.moments.bins import LogBins
 from hookkit.moments.reading import record_of
 from hookkit.moments.tally import Options, Tally
 from hookkit.moments.units import WINDOW, channel_dim
+from hookkit.stats import ActivationStats
+from hookkit.watching import watch
 
 ALL = Options(bins=LogBins(), units=True)
 
@@ -124,8 +126,8 @@ def test_a_full_history_merges_neighbours_exactly(
 ) -> None:
     steps = outputs(61)
     plain = record_of(filled(Tally("activation", ALL), steps))
-    n_bytes = 2 * 9 * 8 + plain.hist.shape[1] * 2 * 4 + 2 * 4 * 8  # type: ignore[union-attr]
-    monkeypatch.setattr(history, "LIMIT", limit * n_bytes)
+    n_bytes = 4 * 8 + 2 * (9 + plain.hist.shape[1] + 4) * 8  # type: ignore[union-attr]
+    monkeypatch.setattr(step_table, "LIMIT", limit * n_bytes)
 
     record = record_of(filled(Tally("activation", ALL), steps))
 
@@ -216,7 +218,9 @@ def test_channels_are_those_of_the_layer_before_as_the_graph_shows() -> None:
     assert channel_dim("ReLU", torch.nn.functional.dropout(conv(x), 0.5).relu()) == 1
     assert channel_dim("ReLU", fc(x).relu()) == 2
     assert channel_dim("ReLU", (fc(x) + x).relu()) == 2
-    assert channel_dim("ReLU", x.detach()) == 2
+    assert channel_dim("ReLU", x.detach()) is None  # channels or positions
+    assert channel_dim("ReLU", x.detach()[0]) == 1
+    assert channel_dim("ReLU", conv(x).permute(0, 2, 1).relu()) is None
     assert channel_dim("ReLU", torch.ones(2, 3, 4, 4)) == 1
     assert channel_dim("Conv2d", torch.ones(3, 4, 4)) == 0  # without a batch
 
@@ -227,7 +231,59 @@ def test_of_many_calls_on_a_device_a_bounded_number_is_sampled(engine: str) -> N
     for _ in range(200):
         stats.see(row, 0, "", torch.ones(2, 3))
     if engine != "numpy":
-        assert len(stats._state.batch[row].counts) == tally._MOST_SAMPLES
+        assert len(stats._batch[row].counts) == tally._MOST_SAMPLES
     stats.commit(0, 0, 0)
 
     assert record_of(stats).value("count").tolist() == [[1200]]
+
+
+def trained_frozen(layer: torch.nn.Module, x: torch.Tensor, **options: Any) -> Any:
+    """Dead units of a ReLU behind `layer`, of which the first half gives nothing above 0."""
+    with torch.no_grad():
+        layer.bias[: len(layer.bias) // 2] = -1e6  # type: ignore[index, arg-type]
+    net = torch.nn.Sequential(layer, torch.nn.ReLU(), torch.nn.PReLU(1))
+    opt = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.0)
+    with watch(net, opt, ActivationStats(units=True, include_paramless=True, **options)) as w:
+        for _ in range(3):
+            net(x).mean().backward()
+            opt.step()
+    return w.activation_stats.record().value("dead", "1").tolist()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (torch.nn.Conv1d(3, 8, 3), (4, 3, 20)),
+        (torch.nn.Linear(5, 8), (4, 3, 7, 5)),
+        (torch.nn.Linear(5, 8), (4, 7, 5)),
+        (torch.nn.Conv2d(3, 8, 3), (3, 10, 10)),
+        (torch.nn.Conv1d(3, 8, 3), (3, 10)),
+        (torch.nn.Conv2d(3, 8, 3), (4, 3, 10, 10)),
+    ],
+    ids=str,
+)
+def test_units_of_a_relu_are_those_of_the_layer_before_frozen_or_not(
+    layer: torch.nn.Module, shape: tuple[int, ...], frozen: bool
+) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+    assert trained_frozen(layer.requires_grad_(not frozen), x) == [0.5] * 3
+
+
+def test_units_are_not_guessed_where_nothing_shows_them() -> None:
+    frozen = torch.nn.Conv1d(3, 8, 3).requires_grad_(False)
+
+    dead = trained_frozen(frozen, torch.randn(4, 3, 20), modules=["1"])
+
+    assert np.isnan(dead).all()
+
+
+@pytest.mark.usefixtures("engine")
+def test_units_of_float64_beyond_float32_are_judged_without_a_warning() -> None:
+    stats = Tally("activation", ALL)
+    x = torch.tensor([[1e-60, 0.0, 1e300, -1e300, math.nan]] * 2, dtype=torch.float64)
+    stats.see(stats.row("act", "ReLU"), 0, "", x)
+    stats.commit(0, 0, 0)
+
+    assert stats.dead("act").tolist() == [False, True, False, True, False]

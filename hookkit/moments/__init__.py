@@ -4,7 +4,7 @@ rows         A row of nine numbers: by numpy on a CPU, by tensor operations else
 triton_rows  The same on CUDA in one launch.
 bins         Histograms of a bounded sample.
 units        Dead units, judged over a window of records; which dimension counts units.
-history      Tables by record in bounded memory: its resolution halves when it is full.
+step_table   `StepTable`: numbers by step in bounded memory; halved when it is full.
 tally        `Tally`: takes tensors from hooks, closes records at steps.
 device       A step's numbers on their way from a device.
 graph_op     The operation by which a compiled graph shows a tensor to a recorder.

@@ -29,14 +29,14 @@ def arriving(entries: Entries, bins: Any) -> Callable[[], Entries]:
     def read() -> Entries:
         found = dict(entries)
         for some, parts in on_way:
-            rows, counts, tops, full = (_arrived(part) for part in parts)
+            rows, counts, alive, full = (_arrived(part) for part in parts)
             at, values = 0, iter(() if full is None else full.tolist())
             for i, (row, entry) in enumerate(some.items()):
-                n = 0 if entry.tops is None else entry.tops.numel()
+                n = 0 if entry.alive is None else entry.alive.numel()
                 found[row] = entry._replace(
                     row=tuple(rows[i].tolist()),
                     counts=None if counts is None else counts[i],
-                    tops=tops[at : at + n] if n else None,
+                    alive=alive[at : at + n] if n else None,
                     full=None if entry.full is None else next(values),
                 )
                 at += n
@@ -55,7 +55,7 @@ def _arrived(part: Any) -> Any:
 
 
 def _sent_together(entries: Entries, bins: Any) -> tuple[Any, ...]:
-    """Rows, counts of bins, tops of units and full values of the entries on one device."""
+    """Rows, counts of bins, living units and full values of the entries on one device."""
     several = list(entries.values())
     device = several[0].row.device
     fused = [entry.row for entry in several if entry.row.ndim == 2]
@@ -73,10 +73,10 @@ def _sent_together(entries: Entries, bins: Any) -> tuple[Any, ...]:
         table = torch.zeros(len(several) * bins.width, dtype=torch.int32, device=device)
         table.scatter_add_(0, classes, torch.ones_like(classes, dtype=torch.int32))
         counts = sent(table.view(len(several), -1))
-    tops = [entry.tops.float() for entry in several if entry.tops is not None]
+    alive = [entry.alive for entry in several if entry.alive is not None]
     full = [entry.full for entry in several if entry.full is not None]
-    together = sent(torch.cat(tops)) if tops else None, sent(torch.stack(full)) if full else None
-    return sent(rows), counts, *together
+    units = sent(torch.cat(alive)) if alive else None
+    return sent(rows), counts, units, sent(torch.stack(full)) if full else None
 
 
 @lru_cache(16)

@@ -10,8 +10,8 @@ import numpy as np
 
 from hookkit import ranks
 from hookkit.errors import HookError
-from hookkit.moments.history import Tables, merged
-from hookkit.moments.rows import EMPTY, statistics
+from hookkit.moments.rows import statistics
+from hookkit.moments.step_table import Numbers, StepTable
 from hookkit.moments.units import CLAMPING, WINDOW
 from hookkit.moments.variation import COLUMNS
 from hookkit.records import Record
@@ -39,7 +39,7 @@ def gathered(tally: Tally) -> Record:
     """
     first, *others = of_all_ranks(f"{tally.kind}s", _own(tally))
     for other in others:
-        first = _together(first, other)
+        first = _together(tally.table, first, other)
     return _record(tally, first)
 
 
@@ -59,13 +59,13 @@ def of_all_ranks(kind: str, own: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _own(tally: Tally) -> dict[str, Any]:
     """What a rank sends."""
-    history, options = tally.history, tally.options
+    options, places = tally.options, tally.table.places
     edges = None if options.bins is None else options.bins.edges.tolist()
     n = len(tally.names)
     shares = None if tally.variation is None else tally.variation.read(n).numpy()
     return {
         "types": dict(zip(tally.names, tally.types, strict=True)),
-        "steps": [(*place, n) for place, n in zip(history.places, history.spans, strict=True)],
+        "steps": [tuple(place) for place in places.tolist()],
         "options": [options.eps, "units" if options.units else "no units", *(edges or ["no bins"])],
         "tables": tally.tables(),
         "variation": shares,
@@ -77,15 +77,17 @@ def _brief(x: Any) -> str:
     return f"{len(x)} ({x[0]}, …, {x[-1]})" if isinstance(x, list) and x else str(x)
 
 
-def _together(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+def _together(table: StepTable, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     types = {**a["types"], **b["types"]}
     names = list(types)
     places = [[names.index(name) for name in each["types"]] for each in (a, b)]
     pairs = list(zip((a, b), places, strict=True))
-    tables: Tables = {}
-    for name in a["tables"]:
-        both = [_placed(each["tables"][name], at, len(names), name) for each, at in pairs]
-        tables[name] = merged(name, *both)
+    tables: Numbers = {}
+    for name, field in table.fields.items():
+        both = [table.blank(name, len(each["steps"]), len(names)) for each in (a, b)]
+        for whole, (each, at) in zip(both, pairs, strict=True):
+            whole[:, at] = each["tables"][name]
+        tables[name] = field.merge(*both)
     variation = None
     if a["variation"] is not None:
         shares = np.full((2, len(names), len(COLUMNS)), np.nan)
@@ -98,15 +100,6 @@ def _together(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     return {**a, "types": types, "tables": tables, "variation": variation, "dtypes": dtypes}
 
 
-def _placed(table: Any, at: list[int], rows: int, name: str) -> Any:
-    """(columns, rows, …): a table's rows in the places `at`."""
-    whole = np.zeros((len(table), rows, *table.shape[2:]), table.dtype)
-    if name == "moments":
-        whole[:] = EMPTY
-    whole[:, at] = table
-    return whole
-
-
 def _record(tally: Tally, own: dict[str, Any]) -> Record:
     tables, names, types = own["tables"], tuple(own["types"]), tuple(own["types"].values())
     values = statistics(np.moveaxis(tables["moments"], 1, 0))
@@ -115,7 +108,7 @@ def _record(tally: Tally, own: dict[str, Any]) -> Record:
     hist = edges = None
     if tally.options.bins is not None:
         edges = tally.options.bins.edges
-        hist = np.ascontiguousarray(np.transpose(tables["hist"], (1, 2, 0))).astype(np.int64)
+        hist = np.ascontiguousarray(np.transpose(tables["hist"], (1, 2, 0)))
     steps, epochs, iters, spans = np.array(own["steps"], np.int64).reshape(-1, 4).T
     axes: Any = {"steps": steps, "epochs": epochs, "iters": iters, "spans": spans}
     fields: Any = {"values": values, "hist": hist, "edges": edges, "meta": _meta(tally, own)}

@@ -1,19 +1,18 @@
-"""`Tally`: statistics of named tensors over steps: batch → step → history.
+"""`Tally`: statistics of named tensors over steps: batch → step → `StepTable`.
 
 A hook calls `see` for each tensor, and its row goes into the dict of the current batch. Events only
 move dicts: `drop` forgets the batch, `fold` keeps it for its step, `forget` drops the step too,
-`commit` ends the step, whose rows then wait, and after 8 steps go into the history on the host. On
-a GPU they are sent there without waiting, and have arrived by then.
+`commit` ends the step, whose rows then wait, and after 8 steps go into the table on the host. On a
+GPU they are sent there without waiting, and have arrived by then. Ctrl-C can leave a record without
+the step under way.
 
-All that changes together is one tuple, which is replaced by one assignment: an interrupt leaves all
-of a step or nothing. Inside `torch.compile` the hook's call becomes one opaque operation of the
-graph (`graph_op`), which runs this very code.
+Inside `torch.compile` the hook's call becomes one opaque operation of the graph (`graph_op`), which
+runs this very code.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -25,8 +24,8 @@ from hookkit.moments import triton_rows, units
 from hookkit.moments.bins import LogBins, RangeBins, narrowed, sample_of
 from hookkit.moments.device import arriving
 from hookkit.moments.graph_op import enlist, new_token, show_traced
-from hookkit.moments.history import WAIT, History, Tables
-from hookkit.moments.rows import EMPTY, array_row, flat, merge, moments, plain, widened
+from hookkit.moments.rows import array_row, flat, merge, moments, plain, widened
+from hookkit.moments.step_table import MOMENTS, Numbers, StepTable, sums
 from hookkit.moments.variation import Variation
 
 _MOST_SAMPLES = 64  # of a layer in a batch on a device: of more calls no sample is taken
@@ -53,13 +52,13 @@ class Entry(NamedTuple):
     Args:
         row: its nine numbers; on CUDA the sums of `triton_rows`.
         counts: of the histogram; on a device the samples, a list.
-        tops: (units,) the greatest value of each unit.
+        alive: (units,) bool, whether a value of the unit is above 0; None if units are not known.
         full: how many values are at the flat ends of a bounded activation; None of any other.
     """
 
     row: Any
     counts: Any = None
-    tops: Any = None
+    alive: Any = None
     full: Any = None
 
 
@@ -76,28 +75,10 @@ def merged(a: Entry, b: Entry) -> Entry:
     if isinstance(counts, list):
         counts = counts[:_MOST_SAMPLES]
     full = b.full if a.full is None else a.full if b.full is None else a.full + b.full
-    return Entry(row, counts, units.greatest(a.tops, b.tops), full)
+    return Entry(row, counts, units.either(a.alive, b.alive), full)
 
 
 Entries = dict[int, Entry]
-
-
-class _State(NamedTuple):
-    """What changes together.
-
-    Args:
-        n: how many records were made.
-        history: the records.
-        window: tops of units, of what was read.
-        step: what was kept for the step under way.
-        batch: what was seen since.
-    """
-
-    n: int
-    history: History
-    window: units.Units
-    step: Entries
-    batch: Entries
 
 
 class Tally:
@@ -116,6 +97,8 @@ class Tally:
         facts: what else is known of the model, by its name in `Record.meta`.
         variation: how much of what layers give differs between samples; None if not looked at.
         looks: whether it is looked at in this batch.
+        n_records: how many records were made.
+        table: the records, whose fields are "moments", "hist" and "units".
 
     >>> stats = Tally("activation")
     >>> row = stats.row("fc", "Linear")
@@ -139,9 +122,20 @@ class Tally:
         self.unscaled = self.looks = False
         self.thread: int | None = None
         self._rows: dict[str, int] = {}
-        self._dims: dict[tuple[int, int], int] = {}  # of units, by row and number of dimensions
+        self._dims: dict[tuple[int, int], int | None] = {}  # of units, by row and `ndim`
+        self._before: units.Before | None = None  # the last tensor whose units are known
         self._lock = Lock()
-        self._state = _State(0, History(), units.Units(), {}, {})
+        self._step: Entries = {}  # what was kept for the step under way
+        self._batch: Entries = {}  # what was seen since
+        self._window = units.Units()
+        fields = {"moments": MOMENTS}
+        if self.options.bins is not None:
+            fields["hist"] = sums(len(self.options.bins.edges) - 1, int)
+        if self.options.units:
+            fields["units"] = sums(
+                4
+            )  # dead units, records that were judged; full values, of how many
+        self.table, self.n_records = StepTable(**fields), 0
         self.id, self.token = enlist(self), new_token()
 
     def row(self, name: str, kind: str) -> int:
@@ -153,11 +147,6 @@ class Tally:
         row = self._rows[name]
         self.types[row] = kind
         return row
-
-    @property
-    def n_records(self) -> int:
-        """How many records were made."""
-        return self._state.n
 
     # --- the current batch
 
@@ -181,7 +170,7 @@ class Tally:
         if self.unscale is not None:
             self.unscaled, x = True, widened(x) * self.unscale
         dim = self._dim(row, t) if self.options.units and x.numel() and x.ndim else None
-        batch = self._state.batch
+        batch = self._batch
         if not x.is_cpu:
             entry = self._entry_on_device(x, row, dim)
         elif x.dtype is torch.float32 and x.is_contiguous():
@@ -194,15 +183,15 @@ class Tally:
     def _entry(self, x: Any, row: int, dim: int | None) -> Entry:
         eps, bins = self.options.eps, self.options.bins
         values = x.reshape(-1) if x.flags.c_contiguous else _dense(x)
-        counts, tops, full = None, None, None
+        counts, alive, full = None, None, None
         if bins is not None:
-            part = values[sample_of(len(values), self._state.n)]
+            part = values[sample_of(len(values), self.n_records)]
             counts = bins.count(part if part.dtype == np.float32 else narrowed(part))
         if dim is not None:
-            tops = units.array_tops(x, dim)
-            if (middle := units.middle(self.types[row])) is not None:
-                full = float(np.count_nonzero(np.abs(x - middle) > 0.97 * (1 - middle)))
-        return Entry(array_row(values, eps), counts, tops, full)
+            alive = units.alive_in_array(x, dim)
+        if self.options.units and (middle := units.middle(self.types[row])) is not None and x.size:
+            full = float(np.count_nonzero(np.abs(x - middle) > 0.97 * (1 - middle)))
+        return Entry(array_row(values, eps), counts, alive, full)
 
     def _entry_on_device(self, x: Tensor, row: int, dim: int | None) -> Entry:
         eps, values = self.options.eps, flat(x)
@@ -210,120 +199,90 @@ class Tally:
         with torch.inference_mode(False), torch.no_grad():
             moment = triton_rows.sums_of(values, eps) if fused else moments(widened(values), eps)
             samples: list[Tensor] | None = None
-            tops: Any = None
+            alive: Any = None
             full: Any = None
             if self.options.bins is not None:
-                part = values[sample_of(len(values), self._state.n)]
+                part = values[sample_of(len(values), self.n_records)]
                 samples = [part.to(torch.float32, copy=True)]
             if dim is not None:
-                tops = x.amax([d for d in range(x.ndim) if d != dim]) if x.ndim > 1 else x.clone()
-                if (middle := units.middle(self.types[row])) is not None:
-                    full = ((x - middle).abs() > 0.97 * (1 - middle)).sum().to(torch.float32)
-        return Entry(moment, samples, tops, full)
+                alive = units.alive_in_tensor(x, dim)
+            middle = units.middle(self.types[row]) if self.options.units and x.numel() else None
+            if middle is not None:
+                full = ((x - middle).abs() > 0.97 * (1 - middle)).sum().to(torch.float32)
+        return Entry(moment, samples, alive, full)
 
-    def _dim(self, row: int, t: Tensor) -> int:
+    def _dim(self, row: int, t: Tensor) -> int | None:
         key = row, t.ndim
         if key not in self._dims:
-            self._dims[key] = units.channel_dim(self.types[row], t)
-        return self._dims[key]
+            self._dims[key] = units.channel_dim(self.types[row], t, self._before)
+        if (dim := self._dims[key]) is not None:
+            self._before = t.shape, dim
+        return dim
 
     # --- steps
 
     def drop(self) -> None:
         """Forgets the batch."""
-        self._state = self._state._replace(batch={})
+        self._batch = {}
 
     def fold(self, *, finite_only: bool = False) -> None:
         """Keeps the batch for its step; with `finite_only` only if all of its values are finite."""
-        n, history, window, step, batch = self._state
-        if finite_only and any(_bad(entry) for entry in batch.values()):
-            batch = {}
-        self._state = _State(n, history, window, _together(step, batch), {})
+        if not (finite_only and any(_bad(entry) for entry in self._batch.values())):
+            self._step = _together(self._step, self._batch)
+        self._batch = {}
 
     def forget(self) -> None:
         """Forgets everything since the last `commit`."""
-        self._state = self._state._replace(step={}, batch={})
+        self._step, self._batch = {}, {}
 
     def commit(self, step: int, epoch: int, iteration: int) -> None:
         """Ends the step: all that was seen since the last commit is its record."""
-        n, history, window, kept, batch = self._state
-        entries = _together(kept, batch)
+        n, entries = self.n_records, _together(self._step, self._batch)
+        read: Any = lambda: entries  # noqa: E731
         if Tensor in {type(entry.row) for entry in entries.values()}:
-            read = partial(self._tables, arriving(entries, self.options.bins))
-        else:
-            read = partial(self._tables, lambda: entries)
-        history = history.later((step, epoch, iteration), read)
-        state = _State(n + 1, history, window, {}, {})
-        self._state = self._settled(state) if len(history.waiting) >= WAIT else state
+            read = arriving(entries, self.options.bins)
+        self._step, self._batch, self.n_records = {}, {}, n + 1
+        self.table.later((step, epoch, iteration), lambda: self._numbers(read(), n))
 
-    def _tables(self, read: Any) -> Tables:
-        """The tables of a step; `units` still as the tops of its units."""
-        entries: Entries = read()
-        n, rows = len(self.names), list(entries)
-        table = np.tile(np.array(EMPTY), (n, 1))
-        tables: Tables = {"moments": table}
-        if rows:
-            table[rows] = [entry.row for entry in entries.values()]
+    def _numbers(self, entries: Entries, n: int) -> Numbers:
+        """The numbers of record `n`; called once, in the order of records."""
+        numbers = {name: self.table.blank(name, len(self.names)) for name in self.table.fields}
+        if entries:
+            numbers["moments"][list(entries)] = [entry.row for entry in entries.values()]
         if (bins := self.options.bins) is not None:
-            counts = np.zeros((n, bins.width), np.int64)
+            counts = np.zeros((len(self.names), bins.width), np.int64)
             for row, entry in entries.items():
                 counts[row] = entry.counts
-            tables["hist"] = bins.in_bins(counts).astype(np.int32)
+            numbers["hist"] = bins.in_bins(counts)
         if self.options.units:
-            tables["units"] = entries
-        return tables
-
-    def _settled(self, state: _State) -> _State:
-        n, history, window = state.n, state.history, state.window
-        first = n - len(history.waiting)
-
-        def finish(tables: Tables) -> Tables:
-            """Puts the shares of dead units and saturated values in the place of their tops."""
-            nonlocal window, first
-            if "units" in tables:
-                entries: Entries = tables["units"]
-                tops = {row: e.tops for row, e in entries.items() if e.tops is not None}
-                shares, window = window.after(tops, first)
-                table = np.zeros((len(tables["moments"]), 4))
-                for row, share in shares.items():
-                    full = entries[row].full
-                    size = 0.0 if full is None else entries[row].row[1]
-                    table[row] = share, 1.0, full or 0.0, size
-                tables["units"] = table
-            first += 1
-            return tables
-
-        history = history.settled(finish)
-        return state._replace(history=history, window=window)
+            known = {row: e.alive for row, e in entries.items() if e.alive is not None}
+            shares, self._window = self._window.after(known, n)
+            for row, share in shares.items():
+                numbers["units"][row, :2] = share, 1.0
+            for row, entry in entries.items():
+                if entry.full is not None:
+                    numbers["units"][row, 2:] = entry.full, entry.row[1]
+        return numbers
 
     # --- reading
 
-    @property
-    def history(self) -> History:
-        """All records, read: here the host waits for the device."""
-        self._state = self._settled(self._state)
-        return self._state.history
+    def tables(self, first: int = 0) -> Numbers:
+        """By field the (columns, rows, …) numbers of the records from column `first` on.
 
-    def tables(self) -> Tables:
-        """By name (columns, rows, …) arrays of all records."""
-        history, rows = self.history, len(self.names)
-        bins = self.options.bins
-        shapes = {"moments": (9,)} | ({"hist": (len(bins.edges) - 1,)} if bins else {})
-        shapes |= {"units": (4,)} if self.options.units else {}
-        if not history.columns:
-            return {name: np.zeros((0, rows, *shape)) for name, shape in shapes.items()}
-        return {name: history.table(name, rows) for name in shapes}
+        Here the host waits for the device.
+        """
+        return {name: self.table.read(name, len(self.names), first) for name in self.table.fields}
 
     def dead(self, name: str) -> Any:
-        """(units,) bool of a layer's units over the window; None if it did not run."""
-        self._state = self._settled(self._state)
-        return self._state.window.dead(self._rows.get(name, -1))
+        """(units,) bool of a layer's units over the window; None if they are not known."""
+        self.table.settle()
+        return self._window.dead(self._rows.get(name, -1))
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: without the step under way, which is on its device."""
-        state = self._settled(self._state)._replace(step={}, batch={})
-        gone = dict.fromkeys(("token", "unscale", "thread", "_lock"))
-        return {**self.__dict__, **gone, "_state": state}
+        self.table.settle()
+        gone = dict.fromkeys(("token", "unscale", "thread", "_lock", "_before"))
+        return {**vars(self), **gone, "_step": {}, "_batch": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

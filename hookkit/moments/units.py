@@ -1,8 +1,8 @@
 """Dead units: one index of a layer's channel dimension, judged over a window of records.
 
-A unit is dead if its greatest value over the window is at most 0. Kept are two halves of the
-window, of which the older is dropped when the newer is full: so a judgement rests on 25 to 50
-records. Also here: which dimension counts units, and which classes of modules have flat ends.
+A unit is dead if none of its values over the window is above 0. Kept are two halves of the window,
+of which the older is dropped when the newer is full: so a judgement rests on 25 to 50 records. Also
+here: which dimension counts units, and which classes of modules have flat ends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hookkit.autograd_graph import op_name
+from hookkit.moments.rows import widened
 
 WINDOW = 50
 """Records that a judgement looks back on."""
@@ -27,33 +28,49 @@ _FLAT_ENDS = {"Tanh": 0.0, "Softsign": 0.0, "Sigmoid": 0.5}  # "Hardtanh" ends w
 _FIRST_OPS = ("Conv", "Mkldnn", "NativeBatchNorm", "CudnnBatchNorm", "NativeGroupNorm")
 _LAST_OPS = ("Addmm", "Mm", "Bmm", "Linear", "NativeLayerNorm", "FusedRmsNorm", "Embedding")
 _TURNS = ("Permute", "Transpose", "T", "Movedim")
-_PART = 1 << 15  # values whose tops are searched at once
+_PART = 1 << 15  # values that are searched at once
 
 
-def channel_dim(kind: str, t: Tensor) -> int:
-    """Which dimension of the output `t` of a module of class `kind` counts its units.
+Before = tuple[torch.Size, int]
+"""The shape of a tensor that came before, and the dimension of its units."""
 
-    Dimension 1 for convolutions and their norms, the last one for layers that work on features. The
-    channels of anything else, such as a ReLU, are those of the layer before it, as the autograd
-    graph shows; where it does not, dimension 1 of four or more, else the last.
+
+def channel_dim(kind: str, t: Tensor, before: Before | None = None) -> int | None:
+    """Return which dimension of `t`, an output of a module of class `kind`, counts its units.
+
+    Dimension 1 for convolutions and their norms (0 without a batch), the last one for layers that
+    work on features. Other modules, such as a ReLU, have the units of the layer before them: as the
+    autograd graph shows, or, where a frozen or compiled layer has no graph, of the tensor recorded
+    `before` if it has the same shape. Else it is dimension 1 of four or more, the last of two,
+    and None of three, which may be channels or positions.
     """
     ndim = t.ndim
     if ndim < 2 or kind.startswith(_LAST) or kind.endswith(_LAST):
         return max(ndim - 1, 0)
     first = kind.startswith(_FIRST)
-    spatial = kind[-2] if kind.endswith("d") and "Conv" in kind else ""
+    spatial = kind[-2] if kind.endswith("d") and ("Conv" in kind or "Instance" in kind) else ""
     if spatial.isdigit() and ndim == int(spatial) + 1:
         return 0  # one image without a batch dimension
-    node = None if first else t.grad_fn
+    if first:
+        return 1
+    node, unbatched = t.grad_fn, False
     for _ in range(32):  # through a residual block, not through a whole network
-        if node is None or (name := op_name(node)) in _TURNS:
+        if node is None:
             break
+        name = op_name(node)
+        if name in _TURNS:
+            return ndim - 1 if ndim == 2 else None
         if name.startswith(_FIRST_OPS):
-            return 1
+            return 0 if unbatched else 1
         if name.startswith(_LAST_OPS):
             return ndim - 1
+        # Private: `_saved_dim` of autograd's node of `squeeze` (since 1.9): a convolution of one
+        # image adds a batch and takes it away. Without it dimension 1 is taken.
+        unbatched |= name == "Squeeze" and getattr(node, "_saved_dim", None) == 0
         node = next((before for before, _ in node.next_functions if before is not None), None)
-    return 1 if first or ndim >= 4 else ndim - 1
+    if before is not None and before[0] == t.shape:
+        return before[1]
+    return {2: 1, 3: None}.get(ndim, 1)
 
 
 def middle(kind: str) -> float | None:
@@ -66,50 +83,55 @@ def middle(kind: str) -> float | None:
     return next(ends, None)
 
 
-def array_tops(x: Any, dim: int) -> Any:
-    """(units,) float32 greatest value of each unit of an array.
+def alive_in_array(x: Any, dim: int) -> Any:
+    """(units,) bool: whether any value of each unit of an array is above 0, or NaN.
 
-    The batch is read in parts until all units are above 0: only that decides whether one is dead.
+    The batch is read in parts until all units are.
     """
     if not dim:
-        return x.reshape(len(x), -1).max(1).astype(np.float32)
-    tops, axes = None, tuple(d for d in range(x.ndim) if d != dim)
+        return ~(x.reshape(len(x), -1).max(1) <= 0)
+    alive, axes = np.zeros(x.shape[dim], bool), tuple(d for d in range(x.ndim) if d != dim)
     at_once = max(_PART * len(x) // x.size, 1)
     for start in range(0, len(x), at_once):
-        part = x[start : start + at_once].max(axes)
-        tops = part if tops is None else np.maximum(tops, part)
-        if tops.min() > 0:
+        alive |= ~(x[start : start + at_once].max(axes) <= 0)
+        if alive.all():
             break
-    return np.asarray(tops, np.float32)
+    return alive
 
 
-def greatest(a: Any, b: Any) -> Any:
-    """The greatest values of each unit over two calls; None is of one without values.
+def alive_in_tensor(x: Tensor, dim: int) -> Tensor:
+    """The same of a tensor, on its device."""
+    usual = x.is_floating_point() and x.dtype.itemsize > 1
+    x = x if usual else widened(x)  # some kinds have no maximum
+    return ~((x.amax([d for d in range(x.ndim) if d != dim]) if x.ndim > 1 else x) <= 0)
+
+
+def either(a: Any, b: Any) -> Any:
+    """The units that are alive in one of two calls; None is of one without values.
 
     Those of `b` alone if there are other units now.
     """
     if a is None or b is None:
         return b if a is None else a
-    join: Any = torch.maximum if isinstance(a, Tensor) else np.maximum
-    return join(a, b) if len(a) == len(b) else b
+    return a | b if len(a) == len(b) else b
 
 
 class Units(NamedTuple):
-    """The greatest value of each unit, by row, in the two halves of the window."""
+    """The living units, by row, in the two halves of the window."""
 
     older: dict[int, Any] = {}  # noqa: RUF012  # never changed: `after` makes new ones
     newer: dict[int, Any] = {}  # noqa: RUF012
 
-    def after(self, tops: dict[int, Any], n: int) -> tuple[dict[int, float], Units]:
+    def after(self, alive: dict[int, Any], n: int) -> tuple[dict[int, float], Units]:
         """The share of dead units of each row that ran in record `n`, and what is kept then."""
         newer = dict(self.newer)
-        for row, top in tops.items():
-            newer[row] = greatest(newer.get(row), top)
+        for row, found in alive.items():
+            newer[row] = either(newer.get(row), found)
         units = Units(self.older, newer)
-        shares = {row: float(units.dead(row).mean()) for row in tops}
+        shares = {row: float(units.dead(row).mean()) for row in alive}
         return shares, Units(newer, {}) if (n + 1) % (WINDOW // 2) == 0 else units
 
     def dead(self, row: int) -> Any:
-        """(units,) bool; None if the row did not run."""
-        tops = greatest(self.older.get(row), self.newer.get(row))
-        return None if tops is None else tops <= 0
+        """(units,) bool; None if the row did not run, or its units are not known."""
+        alive = either(self.older.get(row), self.newer.get(row))
+        return None if alive is None else ~alive

@@ -102,7 +102,8 @@ class Run(Plain, Exports, Views):
         losses: (n_steps,) float64 training loss by optimizer step, NaN where unknown.
         valid: per epoch a dict such as `{"epoch": 0, "step": 99, "valid_loss": …}`: its number,
             its last step where that is known, `train_loss`, and what the loop reported of it.
-        grad_norms: (n_steps,) float64 global gradient norm, NaN where unknown.
+        grad_norms: (n_steps,) float64 global gradient norm, NaN where unknown. Where a long record
+            merged steps, the norm of the parameters' mean norms, at the first of these steps.
         incidents: from the flight recorder.
         info: model name, number of classes, optimizer, learning rates, versions, output facts, …
 

@@ -142,8 +142,9 @@ class LayerStats(Exports, StatsCallback):
         dead = self.tally.dead(name)
         if dead is None or not is_clamped(self.tally.consumers, name, kind):
             warn(
-                f'dead units of "{name}" cannot be listed: it did not run, or it is no ReLU, and '
-                f"none alone reads it. Look at another layer: `.names` lists all.",
+                f'dead units of "{name}" cannot be listed: it did not run; or it is no ReLU, and '
+                f"none alone reads it; or PyTorch does not show which layer is before it. Record "
+                f"that layer too, or look at another one: `.names` lists all.",
             )
             return []
         units: list[int] = np.flatnonzero(dead).tolist()
@@ -188,7 +189,7 @@ class LayerStats(Exports, StatsCallback):
         return plotting.plot_layer_stats(self.record(), self._row(layer))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self.tally.names)} layers × {len(self.tally.history)})"
+        return f"{type(self).__name__}({len(self.tally.names)} layers × {len(self.tally.table)})"
 
 
 def _listed(record: Record, rows: list[int]) -> StatsList:
@@ -199,7 +200,7 @@ def _listed(record: Record, rows: list[int]) -> StatsList:
         layers = L({name: table[i][j] for name, table in tables.items()} for j in range(len(rows)))
         if record.hist is not None:
             for layer, row in zip(layers, rows, strict=True):
-                layer["hist"] = torch.from_numpy(record.hist[row, :, i]).float()
+                layer["hist"] = torch.from_numpy(record.hist[row, :, i].astype(np.float32))
         stats.append(layers)
     stats.labels = tuple(record.labels[row] for row in rows)
     return stats
