@@ -71,7 +71,7 @@ def test_a_training_goes_on_and_loses_one_step_at_most(monkeypatch: pytest.Monke
     want = [recorder.record() for recorder in trained(count)]
     assert len(count.times) > 100
 
-    for line, n in [*count.times.items()][::7]:
+    for line, n in [*count.times.items()][::15]:
         where = f"{Path(line[0]).name}:{line[1]}"
         for recorder, whole in zip(trained(Lines(line, (n + 1) // 2)), want, strict=True):
             record = recorder.record()
