@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -142,11 +142,16 @@ def batch_size(*parts: Any) -> int:
     (3, 2)
     """
     for part in parts:
-        if isinstance(part, (list, tuple)) and part and all(isinstance(x, Mapping) for x in part):
+        if has_samples(part):
             return len(part)
         if sizes := [t.shape[0] for t in leaves(part) if t.ndim]:
             return sizes[0]
     return 1
+
+
+def has_samples(x: Any) -> bool:
+    """Return whether `x` is a list or tuple of dicts, as detection has one for each image."""
+    return isinstance(x, (list, tuple)) and bool(x) and all(isinstance(i, Mapping) for i in x)
 
 
 def split_batch(batch: Any, n_inp: int | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -201,13 +206,20 @@ def first_batch(loader: Any, name: str) -> Any:
     if type(loader) is DataLoader:  # a class of its own may make batches in its own way
         loader = copy.copy(loader)
         loader.num_workers = loader.timeout = 0
-    with ExitStack() as undo:
-        for generator in generators_of(loader):
-            undo.callback(generator.set_state, generator.get_state())
-        undo.enter_context(torch.random.fork_rng(devices=[]))
+    with generators_kept(loader):
         for batch in loader:
             return batch
     raise ModelRunError(no_batches(name))
+
+
+@contextmanager
+def generators_kept(*loaders: Any) -> Iterator[None]:
+    """Put back, at the end, the random generators that loaders draw from: theirs and torch's."""
+    with ExitStack() as undo:
+        for generator in (g for loader in loaders for g in generators_of(loader)):
+            undo.callback(generator.set_state, generator.get_state())
+        undo.enter_context(torch.random.fork_rng(devices=[]))
+        yield
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:

@@ -11,7 +11,14 @@ import torch
 from hooked import n_hooks
 from learners import EventLog, plain, quiet
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from hookkit.callbacks import Callback, GradientAccumulation, ProgressCallback
 from hookkit.data import DataLoaders
@@ -310,6 +317,37 @@ def test_predictions_of_any_shapes_or_of_a_reused_output_are_kept_apart() -> Non
     assert [p.shape for p in learn.get_preds(concat_dim=None)[0]] == [(2, 3), (2, 4)]
 
 
+def test_predictions_of_items_that_are_no_tensors_are_those_of_all_batches() -> None:
+    class Images(Dataset[Any]):
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, i: int) -> Any:
+            y = {"y": torch.tensor(float(i)), "file": f"{i}.png"}
+            return torch.ones(1), y if i < 3 else dict(reversed(y.items()))
+
+    def batch(n: int) -> Any:
+        images = [{"boxes": torch.full((2,), float(i))} for i in range(n)]
+        return torch.ones(n, 1), images, ("a",) * n, f"batch of {n}", None
+
+    data = DataLoader(Images(), 2)
+    learn = plain((data, data), nn.Linear(1, 1), loss_func=lambda p, y: p.mean())
+    _, y = learn.get_preds()
+    assert y["y"].tolist() == [0, 1, 2, 3, 4]
+    assert y["file"] == [f"{i}.png" for i in range(5)]
+
+    learn = plain(DataLoaders([], n_inp=1), nn.Linear(1, 1), loss_func=lambda p, *y: p.mean())
+    _, (images, letters, names, nothing) = learn.get_preds(dl=[batch(2), batch(1)])
+    assert [image["boxes"].tolist() for image in images] == [[0, 0], [1, 1], [0, 0]]
+    assert letters == ("a", "a", "a")
+    assert names == ["batch of 2", "batch of 1"]
+    assert nothing is None
+
+    with pytest.raises(ValueError, match=r"a batch has .*, and the first one") as caught:
+        learn.get_preds(dl=[(torch.ones(1, 1), {k: torch.ones(1)}) for k in "ab"])
+    assert "concat_dim=None" in caught.value.__notes__[0]
+
+
 def test_validate_takes_a_loader_by_number_or_by_itself() -> None:
     learn = quiet()
     batches = list(learn.dls.valid)
@@ -505,9 +543,37 @@ def test_the_training_data_are_predicted_in_order_and_whole_or_as_the_users_samp
     assert len(seen) == 10
     assert seen != sorted(seen)
 
-    chosen = DataLoader(ds, 2, sampler=[4, 1, 5], drop_last=True)
-    _, y = plain((chosen, None), RegModel()).get_preds(ds_idx=0)
-    assert y.flatten().tolist() == [4, 1, 5]
+    for sampler in ([4, 1, 5], SubsetRandomSampler([4, 1, 5])):
+        chosen = DataLoader(ds, 2, sampler=sampler, drop_last=True)
+        _, y = plain((chosen, None), RegModel()).get_preds(ds_idx=0)
+        assert y.flatten().tolist() == [4, 1, 5]
+
+
+def test_a_sample_is_predicted_without_the_augmentation_of_the_training_loader() -> None:
+    def augmented(samples: Any) -> Any:
+        x, y = default_collate(samples)
+        return x + 1, y
+
+    data = TensorDataset(torch.ones(4, 1), torch.ones(4, 1))
+    train = DataLoader(data, 2, collate_fn=augmented)
+
+    assert plain((train, DataLoader(data, 2)), nn.Identity()).predict(data[0]).item() == 1
+    assert plain((train, None), nn.Identity()).predict(data[0]).item() == 2
+
+
+@pytest.mark.parametrize("ask", ["validate", "get_preds"])
+def test_a_pass_draws_no_random_number_that_a_fit_would_have_drawn(ask: str) -> None:
+    data = TensorDataset(torch.ones(6, 1), torch.ones(6, 1))
+    train = DataLoader(data, 2, generator=torch.Generator())
+    valid = DataLoader(data, 2, num_workers=0)
+    learn = plain((train, valid), RegModel(), loss_func=nn.MSELoss())
+    before = torch.get_rng_state(), train.generator.get_state()
+
+    for i in (0, 1):
+        getattr(learn, ask)(i)
+
+    for was, now in zip(before, (torch.get_rng_state(), train.generator.get_state()), strict=True):
+        assert was.equal(now)
 
 
 def test_a_callback_of_fastais_is_answered_with_what_works() -> None:

@@ -1,41 +1,28 @@
-"""`save`, `load` and `fit(resume=…)`: a file holds the training, and a fit goes on bit for bit."""
+"""`save` and `load`: a file has weights and optimizer, and a fit goes on from it."""
 
-import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from learners import plain, quiet
+from processes import in_ranks
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from hookkit.callbacks import (
-    Callback,
-    GradientAccumulation,
-    MixedPrecision,
-    SaveModelCallback,
-    SchedulerCallback,
-)
+from hookkit.callbacks import Callback, SaveModelCallback, SchedulerCallback
 from hookkit.errors import OptionError
 from hookkit.learner import Learner
-from hookkit.records import Run
-from hookkit.stats import ActivationStats, ParamStats
-
-Fit = Callable[..., None]
 
 
-def learner(folder: Path, own_generator: bool = False, workers: int = 0) -> Any:
-    """With a shuffling loader, dropout and batch norm: all draw, or keep, numbers."""
+def learner(folder: Path) -> Any:
     torch.manual_seed(1)
     x = torch.randn(40, 4)
     data = TensorDataset(x, x.sum(1, keepdim=True))
-    g = torch.Generator().manual_seed(5) if own_generator else None
-    train = DataLoader(data, 8, shuffle=True, generator=g, num_workers=workers)
-    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    dls = (train, DataLoader(data, 20))
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    dls = (DataLoader(data, 8), DataLoader(data, 20))
     return plain(dls, net, loss_func=nn.MSELoss(), opt_func=torch.optim.AdamW, path=folder)
 
 
@@ -49,135 +36,37 @@ class Dies(Callback):
             raise KeyboardInterrupt
 
 
-def saver() -> SaveModelCallback:
-    return SaveModelCallback(every_epoch=True, with_opt=True)
-
-
-def fits() -> dict[str, Fit]:
-    """Ways to train for four epochs."""
-
-    def by(*cbs: Callable[[], Any], one_cycle: bool = False) -> Fit:
-        def fit(learn: Any, *more: Any, **options: Any) -> None:
-            run = learn.fit_one_cycle if one_cycle else learn.fit
-            run(4, 1e-2, cbs=[*(cb() for cb in cbs), *more], **options)
-
-        return fit
-
-    def schedule(make: Any, by_epoch: bool) -> Callable[[], Any]:
-        return lambda: SchedulerCallback(make, by_epoch)
-
-    return {
-        "plain": by(),
-        "one cycle": by(one_cycle=True),
-        "one cycle, accumulation": by(lambda: GradientAccumulation(2), one_cycle=True),
-        "by step": by(schedule(lambda opt, n: StepLR(opt, 7), False)),
-        "by epoch": by(schedule(lambda opt, n: StepLR(opt, 1, 0.5), True)),
-        "plateau": by(schedule(lambda opt, n: ReduceLROnPlateau(opt, patience=0), True)),
-        "fp16": by(lambda: MixedPrecision(init_scale=2.0**20, growth_interval=3)),
-    }
-
-
 def state(learn: Any) -> tuple[dict[str, Tensor], Any]:
     return learn.model.state_dict(), learn.opt.state_dict()
 
 
-@pytest.mark.parametrize("own_generator", [False, True])
-@pytest.mark.parametrize("way", fits())
-def test_a_resumed_fit_ends_as_one_that_was_never_interrupted(
-    way: str, own_generator: bool, tmp_path: Path
-) -> None:
-    fit = fits()[way]
-    whole = learner(tmp_path, own_generator)
-    fit(whole)
+def test_an_interrupted_fit_goes_on_from_its_last_epoch(tmp_path: Path) -> None:
+    whole, cut, again = (learner(tmp_path) for _ in range(3))
+    whole.fit(4)
 
-    cut = learner(tmp_path, own_generator)
     with pytest.raises(KeyboardInterrupt):
-        fit(cut, saver(), Dies())
-    torch.manual_seed(99)
-    again = learner(tmp_path, own_generator)
-    torch.rand(7)
-    fit(again, resume="model_1")
+        cut.fit(4, cbs=[SaveModelCallback(every_epoch=True, with_opt=True), Dies()])
+    again.load("model_1")
+    again.fit(4, start_epoch=2)
 
-    torch.testing.assert_close(state(again), state(whole), rtol=0, atol=0)
-    assert again.n_steps == whole.n_steps
-    assert [row["epoch"] for row in again.recorder.rows()] == [2, 3]
+    rows = (cut.run_record() + again.run_record()).valid
+    assert [(r["epoch"], r["step"]) for r in rows] == [(i, 5 * i + 4) for i in range(4)]
+    torch.testing.assert_close(state(again), state(whole), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_fit_that_has_ended_goes_on_too_whatever_the_workers(
-    workers: int, tmp_path: Path
-) -> None:
-    whole = learner(tmp_path, workers=workers)
-    whole.fit(3)
-    first = learner(tmp_path, workers=workers)
-    first.fit(2)
-    file = first.save("run")
+def test_what_a_schedule_had_set_is_not_loaded_into_the_next_fit(tmp_path: Path) -> None:
+    def decay() -> SchedulerCallback:
+        return SchedulerCallback(lambda opt, n: LambdaLR(opt, lambda i: 1 - i / n))
 
-    again = learner(tmp_path, workers=workers)
-    again.fit(3, resume=file)
+    first, later = learner(tmp_path), learner(tmp_path)
+    save = SaveModelCallback(monitor="train_loss", every_epoch=True, with_opt=True)
+    first.fit_one_cycle(2, 0.5, cbs=[save, decay()])
 
-    assert file == tmp_path / "models" / "run.pth"
-    torch.testing.assert_close(state(again), state(whole), rtol=0, atol=0)
+    later.load("model_0")
+    assert later.opt.param_groups[0]["betas"] == (0.9, 0.999)
+    later.fit(1, 1.0, cbs=decay())
 
-
-def test_what_both_parts_recorded_is_joined_to_the_whole(tmp_path: Path) -> None:
-    def recorded(learn: Any, n: int, **options: Any) -> Any:
-        learn.fit(n, cbs=[ActivationStats(), ParamStats(), saver()], **options)
-        return learn.run_record()
-
-    whole = recorded(learner(tmp_path), 4)
-    first = recorded(learner(tmp_path), 2).save(tmp_path / "first.npz")
-    later = recorded(learner(tmp_path), 4, resume="model_1")
-    run = Run.load(first) + later
-
-    assert [(r["epoch"], r["step"]) for r in run.valid] == [(i, 5 * i + 4) for i in range(4)]
-    torch.testing.assert_close(run.losses, whole.losses, rtol=0, atol=0)
-    for joined, own in zip(run.records, whole.records, strict=True):
-        assert joined.steps.tolist() == own.steps.tolist() == list(range(20))
-        assert joined.epochs.tolist() == own.epochs.tolist()
-        for name in own.values:
-            want = torch.from_numpy(own.values[name])
-            got = torch.from_numpy(joined.values[name])
-            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    ("write", "said"),
-    [
-        (lambda learn: None, r"run.pth does not exist. The folder has other\."),
-        (lambda learn: learn.save("run", with_opt=False), "saved without the optimizer"),
-        (
-            lambda learn: learn.fit(1, cbs=Callback(after_train=lambda cb: cb.learn.save("run"))),
-            r"or within an epoch\. Use a file that learn.save wrote in `after_epoch`",
-        ),
-        (lambda learn: (learn.fit(5), learn.save("run")), "5 epochs are done in it, of 4 in all"),
-        (
-            lambda learn: (learn.fit_one_cycle(4), learn.save("run")),
-            r"schedules of \[20\] steps, and this fit of \[\]\. Give the same number of epochs",
-        ),
-    ],
-)
-def test_a_file_that_a_fit_cannot_go_on_from_is_refused(
-    write: Any, said: str, tmp_path: Path
-) -> None:
-    learn = learner(tmp_path)
-    learn.save("other")
-    write(learn)
-    before = copy.deepcopy(learn.model.state_dict())
-
-    with pytest.raises(OptionError, match=said):
-        learn.fit(4, resume="run")
-
-    torch.testing.assert_close(learn.model.state_dict(), before, rtol=0, atol=0)
-    assert not learn.fitting
-
-
-def test_saving_before_the_schedule_has_its_epoch_is_refused_with_the_cure(tmp_path: Path) -> None:
-    early = Callback(after_epoch=lambda cb: cb.learn.save("run"))
-    half = SchedulerCallback(lambda opt, n: StepLR(opt, 1, 0.5), by_epoch=True)
-
-    with pytest.raises(OptionError, match=r"SchedulerCallback comes later.* `order = 61`"):
-        learner(tmp_path).fit(1, cbs=[early, half])
+    assert later.recorder.lrs == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
 
 
 def test_weights_and_optimizer_are_loaded_or_a_state_dict_alone(tmp_path: Path) -> None:
@@ -213,3 +102,32 @@ def test_a_file_is_found_as_its_path_is_written_and_has_the_plain_models_names(
         learn.load(path)
     with pytest.raises(OptionError, match=r"load: models/rum\.pth does not exist\..* has run\."):
         learn.load("rum")
+
+
+def saves_and_loads_shards(rank: int, folder: Path) -> None:
+    def net(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 3))
+
+    def sharded(seed: int) -> Any:
+        model = net(seed)
+        fully_shard(model)
+        return Learner(None, model, path=folder)
+
+    learn, other = sharded(0), sharded(1)
+    file = learn.save("run", with_opt=False)
+    learn.create_opt()
+    with pytest.raises(OptionError, match="the model is sharded, and so is the optimizer's state"):
+        learn.save("run")
+    torch.distributed.barrier()
+
+    whole = net(0).state_dict()
+    torch.testing.assert_close(torch.load(file, weights_only=True)["model"], whole, rtol=0, atol=0)
+    other.load("run", with_opt=False)
+    for name, t in other.model.state_dict().items():
+        torch.testing.assert_close(t.full_tensor(), whole[name], rtol=0, atol=0)
+
+
+@pytest.mark.ranks
+def test_a_sharded_model_is_saved_whole_and_loaded_into_shards(tmp_path: Path) -> None:
+    in_ranks(saves_and_loads_shards, tmp_path)

@@ -315,7 +315,7 @@ class Beside(nn.Module):
         return self.a(x)
 
 
-def reported_and_resumed(rank: int, folder: Path) -> None:
+def reported_and_gone_on(rank: int, folder: Path) -> None:
     learn = learner(None, Beside(), 0.1)
     with context(learn):
         with pytest.raises(OptionError, match="one process alone would skip a step"):
@@ -333,13 +333,14 @@ def reported_and_resumed(rank: int, folder: Path) -> None:
         first.fit(2)
         first.save("run")
     with context(again):
-        again.fit(3, resume="run")
+        again.load("run")
+        again.fit(3, start_epoch=2)
     for p, q in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(p, q)
 
 
 def test_incidents_of_one_rank_are_read_by_all_and_fits_go_on(tmp_path: Path) -> None:
-    in_ranks(reported_and_resumed, tmp_path)
+    in_ranks(reported_and_gone_on, tmp_path)
 
     for rank in (0, 1):
         assert (tmp_path / f"incidents{rank}").read_text() == "['aside']"

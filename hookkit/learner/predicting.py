@@ -9,15 +9,21 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    default_collate,
+)
 
 from hookkit.callbacks import Callback, ProgressCallback, Recorder
 from hookkit.callbacks.metrics import gathered
 from hookkit.callbacks.runner import listed
-from hookkit.data import as_loaders, no_batches
+from hookkit.data import as_loaders, has_samples, no_batches
 from hookkit.errors import ModelRunError
 from hookkit.learner.loop import BATCH, Loop
-from hookkit.nested import leaves, tmap
+from hookkit.nested import is_container, leaves, parts_of, rebuilt, tmap
 
 _STATE = (*BATCH, "iter", "n_iter", "training", "stepped", "eval_pass", "final_record")
 _OF_RECORDER = ("_metrics", "_n_added", "_cancelled")
@@ -62,8 +68,9 @@ class Predicting(Loop):
     ) -> tuple[Any, ...]:
         """`([inputs,] preds, targets [, losses])` of all batches, on the CPU.
 
-        Structures (tuples, dicts, model outputs) are joined leaf by leaf and keep their type.
-        In `distrib_ctx` every rank gets the whole, in the order of the data, and each has to call.
+        Structures (tuples, dicts, model outputs) are joined leaf by leaf and keep their type; a
+        list of strings, or of dicts, has an item for each sample. In `distrib_ctx` every rank gets
+        all tensors, in the order of the data, and each has to call; other items are its own.
 
         Args:
             ds_idx, dl, cbs: as in `validate`.
@@ -91,7 +98,7 @@ class Predicting(Loop):
 
         Args:
             item: what the data set has: inputs with targets, or an input alone. It becomes a batch
-                of one by the loader's `collate_fn`.
+                of one by the validation loader's `collate_fn`, or else the training loader's.
             act: applied to the output: `lambda pred: pred.softmax(-1)`.
 
         >>> from hookkit.testing import synth_learner
@@ -100,7 +107,9 @@ class Predicting(Loop):
         >>> learn.predict((x, y)).equal(learn.predict(x)), learn.predict(x).shape == x.shape
         (True, True)
         """
-        loader: Any = next((dl for dl in self.dls or () if hasattr(dl, "collate_fn")), None)
+        train, *others = self.dls or (None,)
+        loaders = [*others, train]  # that of training may augment
+        loader: Any = next((dl for dl in loaders if hasattr(dl, "collate_fn")), None)
         plain = loader is None or loader.batch_size is None  # its data set has batches
         batch = (default_collate if plain else loader.collate_fn)([item])
         preds, _ = self.get_preds(dl=[batch], act=act)
@@ -220,42 +229,57 @@ def _losses(learn: Any) -> Any:
 
 
 def joined(batches: list[Any], dim: int = 0) -> Any:
-    """Structures of the same kind as one: tensors concatenated along `dim`, scalars stacked.
+    """Join structures of one kind: tensors along `dim`, scalars stacked, lists one after another.
 
-    >>> joined([(torch.ones(2, 3), None), (torch.ones(1, 3), None)])[0].shape
-    torch.Size([3, 3])
+    Those are lists without tensors (names of files), and lists of dicts, which have an item for
+    each sample. Of anything else there is a list with each batch's own.
+
+    >>> joined([(torch.ones(2, 3), ["a", "b"]), (torch.ones(1, 3), ["c"])])[1]
+    ['a', 'b', 'c']
     """
-    columns = iter(zip(*[leaves(b) for b in batches], strict=True))
-
-    def join(t: Tensor) -> Tensor:
-        ts = next(columns)
-        return torch.cat(ts, dim) if t.ndim else torch.stack(ts)
-
     try:
-        return tmap(join, batches[0])
-    except (RuntimeError, ValueError, IndexError) as error:
+        return _joined(batches, dim)
+    except (RuntimeError, ValueError, IndexError, KeyError) as error:
         error.add_note("get_preds(…, concat_dim=None) gives lists of the batches, not joined.")
         raise
 
 
-def in_order(dl: Any) -> Any:
-    """`dl`, or a torch DataLoader like it that gives every row, in the order of the data set.
+def _joined(batches: list[Any], dim: int) -> Any:
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.cat(batches, dim) if first.ndim else torch.stack(batches)
+    if type(first) in (list, tuple) and (has_samples(first) or not leaves(first)):
+        return type(first)(item for batch in batches for item in batch)
+    if not is_container(first):
+        return None if first is None else batches
+    parts = [dict(parts_of(batch)) for batch in batches]
+    if other := next((p for p in parts if p.keys() != parts[0].keys()), None):
+        raise ValueError(f"a batch has {list(other)}, and the first one {list(parts[0])}")
+    return rebuilt(first, [_joined([p[step] for p in parts], dim) for step in parts[0]])
 
-    A sampler other than torch's RandomSampler, and a batch sampler, say what to read: they stay.
+
+def in_order(dl: Any) -> Any:
+    """Return `dl`, or a torch DataLoader like it that gives every row, in the order of the data.
+
+    A loader that shuffles is read in order, and so are the indices of a SubsetRandomSampler. Any
+    other sampler, and a batch sampler, says what to read and stays.
     """
     if type(dl) is not DataLoader or dl.batch_size is None:
         return dl
-    shuffles = isinstance(dl.sampler, RandomSampler)
-    if not (shuffles or dl.drop_last):
+    sampler: Any = dl.sampler
+    if isinstance(sampler, RandomSampler):
+        sampler = None
+    elif isinstance(sampler, SubsetRandomSampler):
+        sampler = sampler.indices
+    elif not dl.drop_last:
         return dl
     return DataLoader(
         dl.dataset,
         dl.batch_size,
-        sampler=None if shuffles or isinstance(dl.dataset, IterableDataset) else dl.sampler,
+        sampler=None if isinstance(dl.dataset, IterableDataset) else sampler,
         collate_fn=dl.collate_fn,
         num_workers=dl.num_workers,
         pin_memory=dl.pin_memory,
         worker_init_fn=dl.worker_init_fn,
         multiprocessing_context=dl.multiprocessing_context,
-        generator=torch.Generator(),  # or reading would move the global one on
     )

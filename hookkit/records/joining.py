@@ -50,7 +50,10 @@ def _seam(run: Run, later: Run) -> tuple[int, Shift]:
     """The step before which `run` counts, and by how much `later` is counted on."""
     n, batches = _first_step(later), _n_batches(run)
     if not n:
-        return run.n_steps, (run.n_steps, run.n_epochs, batches)
+        epochs = [row.get("epoch", 0) for row in later.valid[:1]]
+        epochs += [int(r.epochs[0]) for r in later.records if len(r)]
+        # a fit with `start_epoch` numbers its epochs as the whole training does, but not its steps
+        return run.n_steps, (run.n_steps, 0 if min(epochs, default=0) else run.n_epochs, batches)
     batches = round(batches * min(1.0, n / max(run.n_steps, 1)))  # those of its first n steps
     begin = min((int(r.iters[0]) for r in later.records if len(r)), default=batches)
     return n, (0, 0, batches if begin < batches else 0)
