@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from hookkit import ranks
 from hookkit.errors import OptionError
@@ -19,13 +18,14 @@ from hookkit.modules import unwrap
 
 def write(learn: Any, where: Path, with_opt: bool) -> None:
     """Write the whole weights and, with `with_opt`, the optimizer's state; rank 0 writes."""
-    sharded = _is_sharded(learn.model)
+    sharded = ranks.is_sharded(learn.model)
     if sharded and with_opt and learn.opt is not None:
         raise OptionError(
             "save: the model is sharded, and so is the optimizer's state. Use "
             "learn.save(…, with_opt=False), or torch.distributed.checkpoint for both."
         )
-    state = {"model": _whole(learn.model) if sharded else unwrap(learn.model).state_dict()}
+    model = unwrap(learn.model)
+    state = {"model": ranks.whole_state(model) if sharded else model.state_dict()}
     if with_opt and learn.opt is not None:
         state["opt"] = learn.opt.state_dict()
     if ranks.rank() == 0:
@@ -33,19 +33,6 @@ def write(learn: Any, where: Path, with_opt: bool) -> None:
             torch.save(state, f)
     if learn.accelerator is not None:
         learn.accelerator.wait_for_everyone()
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any(hasattr(t, "full_tensor") for t in (*model.parameters(), *model.buffers()))
-
-
-def _whole(model: nn.Module) -> dict[str, Any]:
-    """Gather the state dict of a sharded model: every rank has to call."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    with ranks.together("save the sharded model: call learn.save on each of them"):
-        return get_model_state_dict(unwrap(model), options=options)
 
 
 def read(where: Path) -> dict[str, Any]:
@@ -66,11 +53,8 @@ def take(learn: Any, state: dict[str, Any], with_opt: bool, strict: bool) -> Non
     The optimizer keeps its own settings: those in the file may be of the middle of a schedule.
     """
     model = unwrap(learn.model)
-    if _is_sharded(model):
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-        options = StateDictOptions(full_state_dict=True, strict=strict)
-        set_model_state_dict(model, state["model"], options=options)
+    if ranks.is_sharded(model):
+        ranks.load_whole_state(model, state["model"], strict)
     else:
         model.load_state_dict(state["model"], strict=strict)
     if with_opt and "opt" in state:
