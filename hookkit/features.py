@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -23,7 +22,7 @@ from hookkit.checks import check_flag
 from hookkit.errors import NeverFiredWarning, warn
 from hookkit.hooks.attach import attach, check_hookable, in_thread
 from hookkit.hooks.block import StopForward
-from hookkit.hooks.calls import is_exporting, owned
+from hookkit.hooks.calls import is_exporting
 from hookkit.hooks.eager import EAGER, enter_eager
 from hookkit.hooks.parts import part_at
 from hookkit.hooks.snapshot import snapshot
@@ -118,10 +117,8 @@ class FeatureExtractor(Wrapper):
                 if key in features or not in_thread(thread):
                     return
                 part = part_at(output, leaf, "feature_extractor", lambda: f'"{key}"')
-                given = owned(module, args, kwargs)
                 # later in-place operations do not change it
-                own = partial(snapshot, given=given) if self.detach else Tensor.clone
-                features[key] = tmap(own, part)
+                features[key] = tmap(snapshot if self.detach else Tensor.clone, part)
                 if stop and len(features) == len(self.wanted):
                     stop = False  # once: if the model swallows it, other forward passes still end
                     raise StopForward(features)

@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-PLAIN = frozenset((int, float, bool, str, bytes, type(None), complex))
+PLAIN = frozenset((int, float, bool, str, bytes, type(None), complex, Size))
 """Types that hold no tensor."""
 
 BRACKET = r"""\[(-?(?:0|[1-9][0-9]*)|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]"""

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hooked import n_hooks
 from torch import Tensor, nn
+from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 
 from hookkit.editing import (
     edit_input,
     edit_output,
-    replace,
     zero,
 )
 from hookkit.errors import (
@@ -22,7 +22,7 @@ from hookkit.errors import (
     OverwrittenWarning,
 )
 from hookkit.features import feature_extractor
-from hookkit.hooks import Hook, attach, hook_input, hook_inputs, hook_output, hook_outputs
+from hookkit.hooks import Hook, Hooks, attach, hook_input, hook_inputs, hook_output, hook_outputs
 
 
 @pytest.fixture
@@ -266,74 +266,110 @@ def test_a_parameter_that_a_module_returns_is_stored_as_it_was(x: Tensor) -> Non
 
 
 class Shares(nn.Module):
-    """Gives its parameter or its buffer, or a view of it."""
+    """Gives its parameter, its buffer, or a tensor that is a plain attribute; or a view of it."""
 
     def __init__(self, what: str, view: bool) -> None:
         super().__init__()
         self.weight, self.what, self.view = nn.Parameter(torch.zeros(3)), what, view
         self.register_buffer("table", torch.zeros(3))
+        self.plain = torch.zeros(3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Tensor:
         t: Tensor = getattr(self, self.what)
         return t.view(3, 1) if self.view else t
 
 
-SHARING = [
-    *(nn.Identity(), nn.Flatten(0), Gives(lambda x: x[:1])),
-    *(Shares(what, view) for what in ("weight", "table") for view in (True, False)),
+SHARING = {
+    "as it is": Gives(lambda x: x),
+    "flatten": Gives(lambda x: x.flatten()),
+    "rows": Gives(lambda x: x[:1]),
+    "detached": Gives(lambda x: x.detach()),
+    "detached rows": Gives(lambda x: x.detach()[:1]),
+    "in a list": Gives(lambda x: [x, {"x": x.t()}]),
+    **{f"{w}{'.view' * v}": Shares(w, v) for w in ("weight", "table", "plain") for v in (0, 1)},
+}
+CALLED: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "positional": lambda m, x: m(x),
+    "keyword": lambda m, x: m(x=x),
+    "view": lambda m, x: m(x[:]),
+    "detached": lambda m, x: m(x.detach()),
+}
+CAPTURES: list[Callable[[nn.Module], Any]] = [
+    lambda m: hook_output(m),
+    lambda m: hook_output(m, keep="all"),
+    lambda m: hook_outputs([m]),
+    lambda m: hook_input(m),
+    lambda m: hook_output(m, grad=True),
+    lambda m: hook_input(m, grad=True),
+    lambda m: Hook(m, lambda m, i, o: o),
+    lambda m: Hook(m, lambda m, i, o: (i, o)),
+    lambda m: Hook(m, lambda m, i: i, pre=True),
+    lambda m: edit_output(m, lambda o: None),
 ]
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize(
-    "capture",
-    [
-        lambda m: hook_output(m),
-        lambda m: hook_output(m, keep="all"),
-        lambda m: hook_outputs([m]),
-        lambda m: hook_input(m),
-        lambda m: hook_output(m, grad=True),
-        lambda m: hook_input(m, grad=True),
-        lambda m: Hook(m, lambda m, i, o: o),
-        lambda m: Hook(m, lambda m, i, o: (i, o)),
-        lambda m: Hook(m, lambda m, i: i, pre=True),
-        lambda m: edit_output(m, lambda m, i, o: replace(i[0])(m, i[0])),
-    ],
-)
-@pytest.mark.parametrize("m", SHARING, ids=range(len(SHARING)))
+@pytest.mark.parametrize("grads", ["none", "leaf", "made"])
+@pytest.mark.parametrize("called", CALLED)
+@pytest.mark.parametrize("m", SHARING.values(), ids=SHARING)
 def test_memory_that_the_user_shares_with_numpy_stays_shared(
-    m: nn.Module, capture: Any, requires_grad: bool
+    m: nn.Module, called: str, grads: str
 ) -> None:
-    x = torch.zeros(2, 3, requires_grad=requires_grad)
-    mine = [x, *m.parameters(), *m.buffers()]
-    with torch.no_grad():
-        for t in mine:
-            t.zero_()
-    arrays = [t.detach().numpy() for t in mine]
+    for capture in CAPTURES:
+        x = torch.zeros(2, 3, requires_grad=grads != "none")
+        x = x * 1 if grads == "made" else x
+        mine = [x, *m.parameters(), *m.buffers(), *([m.plain] if isinstance(m, Shares) else [])]
+        with torch.no_grad():
+            for t in mine:
+                t.zero_()
+        arrays = [t.detach().numpy() for t in mine]
 
-    made = capture(m)
-    m(x)
-    for detach in (True, False):
-        feature_extractor(nn.Sequential(m), "0", detach=detach)(x)
-    made.remove()
-    with torch.no_grad():
-        for t in mine:
-            t.add_(1)
+        made = capture(m)
+        with torch.set_grad_enabled(grads != "none"):
+            CALLED[called](m, x)
+            for detach in (True, False):
+                feature_extractor(nn.Sequential(m), "0", detach=detach)(x)
+        made.remove()
+        with torch.no_grad():
+            for t in mine:
+                t.add_(1)
 
-    assert all((array == t.detach().numpy()).all() for array, t in zip(arrays, mine, strict=True))
-    assert arrays[0].min() == 1
+        assert all((array == 1).all() for array in arrays)
 
 
-def test_memory_shared_with_numpy_stays_shared_where_a_view_of_it_was_given() -> None:
-    x = torch.zeros(2, 3)
-    array, m = x.numpy(), nn.Identity()
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_is_stored_does_not_follow_a_write_through_numpy(grad: bool) -> None:
+    x, m = torch.zeros(2, 3), Gives(lambda x: x.detach()[:1])
+    array = x.numpy()
+
+    with torch.set_grad_enabled(grad), hook_output(m) as h, hook_input(m) as i:
+        m(x=x)
+    array += 1
+
+    assert h.stored.max() == 0
+    assert i.stored["x"].max() == 0
+
+
+def test_an_array_that_is_made_after_the_capture_shares_its_tensors_memory() -> None:
+    x, m = torch.zeros(2, 3), nn.Identity()
 
     with hook_output(m) as h:
-        m(x[:1])
+        m(x)
+    array = x.numpy()
     x.add_(1)
 
     assert array.min() == 1
     assert h.stored.max() == 0
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_of_a_view_only_its_own_part_of_the_memory_is_kept(grad: bool) -> None:
+    m = Gives(lambda x: (x * 2)[:, 0])
+
+    with torch.set_grad_enabled(grad), hook_output(m) as h, hook_input(m) as i:
+        m(torch.ones(4, 100, requires_grad=grad)[:2])
+
+    assert h.stored.untyped_storage().nbytes() == 2 * 4
+    assert i.stored[0].untyped_storage().nbytes() == 2 * 100 * 4
 
 
 # --- copies
@@ -354,6 +390,45 @@ def test_what_is_stored_can_be_pickled_and_written_to(net: nn.Sequential, x: Ten
 
 
 # --- modes
+
+
+TRACED: dict[str, Callable[[nn.Module], Any]] = {
+    "outputs": lambda net: hook_outputs(net),
+    "calls": lambda net: hook_outputs(net, keep="all"),
+    "gradients": lambda net: hook_outputs(net, grad=True),
+    "inputs": lambda net: hook_inputs(net),
+    "gradients of inputs": lambda net: hook_inputs(net, grad=True),
+    "shapes": lambda net: Hooks(net, lambda m, i, o: (i[0].shape, o.shape)),
+    "edit": lambda net: edit_output(net[0], lambda o: o * 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, that torch.jit is deprecated
+@pytest.mark.parametrize("hooked", TRACED.values(), ids=TRACED)
+def test_a_hooked_model_can_be_traced_by_torch_jit(hooked: Any) -> None:
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8, 2))
+    x = torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+
+    made = hooked(net)
+    traced = torch.jit.trace(net.eval(), x)
+
+    assert_close(traced(x), net(x))
+    made.remove()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_capture_around_vmap_copies_all_samples_at_once() -> None:
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(5, 4)
+    params = {name: p.detach() for name, p in net.named_parameters()}
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        y: Tensor = torch.func.functional_call(net, params, (x,)).sum()
+        return y
+
+    with hook_outputs(net) as h:
+        torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x)
+
+    assert [*h.n_calls.values()] == [1, 1]
 
 
 def test_memory_shared_with_numpy_stays_shared_inside_of_a_list() -> None:

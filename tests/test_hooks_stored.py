@@ -27,7 +27,7 @@ from hookkit.errors import (
     OverwrittenWarning,
     SelectionError,
 )
-from hookkit.hooks import Hook, Hooks, hook_inputs, hook_output, hook_outputs
+from hookkit.hooks import Hook, Hooks, attach, hook_inputs, hook_output, hook_outputs
 from hookkit.selecting import select
 from hookkit.summaries import summary
 
@@ -111,6 +111,33 @@ def test_lists_and_dicts_are_stored_as_they_were() -> None:
 
 
 # --- threads, copies, Ctrl-C
+
+
+REGISTERED: dict[str, Callable[[nn.Module, list[Any]], Any]] = {
+    "hook_input": lambda m, seen: hook_inputs([m]),
+    "hook_output": lambda m, seen: hook_outputs([m], keep="all"),
+    "hook_output, grad": lambda m, seen: hook_outputs([m], grad=True),
+    "hook_input, grad": lambda m, seen: hook_inputs([m], grad=True),
+    "edit_output": lambda m, seen: edit_output(m, zero()),
+    "attach": lambda m, seen: attach(m, lambda *args: seen.append(args)),
+    "attach, pre": lambda m, seen: attach(m, lambda *args: seen.append(args), pre=True),
+}
+
+
+@pytest.mark.parametrize("make", REGISTERED.values(), ids=REGISTERED)
+def test_a_call_during_the_registration_of_a_hook_is_left_alone(make: Any) -> None:
+    layer, seen = nn.Linear(3, 3), list[Any]()
+    made = make(layer, seen)
+    # PyTorch notes that a hook takes keyword inputs after it has registered the hook
+    layer._forward_hooks_with_kwargs.clear()
+    layer._forward_pre_hooks_with_kwargs.clear()
+
+    y = layer(X)
+
+    assert torch.equal(y, nn.functional.linear(X, layer.weight, layer.bias))
+    assert not seen
+    assert not isinstance(made, Hooks) or [*made.n_calls.values()] == [0]
+    made.remove()
 
 
 def test_a_block_records_the_calls_of_all_threads() -> None:

@@ -72,9 +72,10 @@ class HookEntry:
         switch: the callback is called only while it is on.
         edit: what the callback returns replaces the output (or the inputs). Else it is ignored.
         observes: the model computes the same without it.
+        n_seen: how many arguments PyTorch passes after the module.
     """
 
-    __slots__ = ("callback", "edit", "observes", "switch")
+    __slots__ = ("callback", "edit", "n_seen", "observes", "switch")
 
     def __init__(
         self,
@@ -82,15 +83,20 @@ class HookEntry:
         switch: Switch | None = None,
         edit: bool = False,
         observes: bool = False,
+        n_seen: int = 3,
     ) -> None:
         self.callback, self.switch, self.edit = callback, switch or _ALWAYS, edit
-        self.observes = observes or not edit
+        self.observes, self.n_seen = observes or not edit, n_seen
 
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
         """Passes the call on."""
         # PyTorch calls a hook that was removed during this same call once more
         callback = self.callback
         if callback is None or not self.switch.on:
+            return None
+        # PyTorch notes in a second step that a hook takes keyword inputs, so a call in another
+        # thread can come without them while the hook is being registered or removed.
+        if len(seen) != self.n_seen:
             return None
         try:
             new = callback(module, *seen)
@@ -199,7 +205,7 @@ def attach(
             f"attach: fn must be a function, found {type(fn).__name__}. "
             "Pass f(module, args, kwargs, output), or use hook_output(module) to store the output."
         )
-    entry = HookEntry(fn, switch, edit, observes)
+    entry = HookEntry(fn, switch, edit, observes, 2 if pre or backward else 3)
     if backward:
         return module.register_full_backward_hook(entry, prepend=prepend)
     if pre:

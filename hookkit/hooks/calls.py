@@ -37,11 +37,8 @@ else:
     is_exporting = torch.compiler.is_exporting
 
 
-def owned(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """What a module was called with, and its buffers: memory that the user may share with numpy."""
-    # Private: `Module._buffers` (since before 2.0); `buffers(recurse=False)` costs several times
-    # as much, at each call of a hook.
-    return (*args, *kwargs.values(), *module._buffers.values())
+MISSING = object()
+"""What PyTorch did not pass."""
 
 
 class Calls(Reading):
@@ -54,6 +51,9 @@ class Calls(Reading):
             return self._backward(module, args, x)
         if kind == "forward" and block.fast and not self.leaf:  # registered without keyword inputs
             return self._forward(module, args, {}, x)
+        # as in `HookEntry`: a call in another thread while this hook is registered or removed
+        if (x if kind.startswith("pre") else output) is MISSING:
+            return None
         if kind.endswith("grad"):
             return self._listen(module, args, x, output)
         return self._forward(module, args, x, output)
@@ -70,7 +70,7 @@ class Calls(Reading):
         value = Inputs(args, kwargs) if pre else output
         part = self._part(value)
         if block.func is None:
-            self._keep(part, owned(module, args, kwargs))
+            self._keep(part)
             return None
         seen = (part,) if pre or block.of_last else (Inputs(args, kwargs), part)
         if block.detach and not block.edit:
@@ -94,7 +94,7 @@ class Calls(Reading):
         new = grad_output
         if block.func is not None:
             new = self._call(module, grad_input, grad_output)
-        self._keep(new, ())
+        self._keep(new)
         if not block.edit:
             return None
         return (new,) if isinstance(new, Tensor) else new  # else PyTorch reads its first rows
@@ -138,11 +138,11 @@ class Calls(Reading):
             note(e, func, self.label)
             raise
 
-    def _keep(self, x: Any, given: Any = None) -> None:
+    def _keep(self, x: Any) -> None:
         """Stores what a call gave, counts the call, and ends the forward if it was the last."""
         block = self.switch
         if block.keep != "none":
-            self.last = store(x, block, given)
+            self.last = store(x, block)
             if not block.detach or not block.clone:
                 self.version = version_of(self.last)
         if is_compiling():
@@ -163,6 +163,9 @@ class Calls(Reading):
     def _expects(self, tensors: list[Tensor]) -> bool:
         """Whether gradients of this call, which gave or took `tensors`, are to come; counts it."""
         block = self.switch
+        if torch.jit.is_tracing():
+            self.why = self.why or "torch.jit.trace ran it, where no gradient is hooked"
+            return False
         again = not is_compiling() and graph_task() != -1
         if not again and not block.edit and not is_compiling():
             self.n_calls += 1
@@ -195,7 +198,7 @@ class Calls(Reading):
                 return
             if not grads or task != graph_task():
                 task, grads = graph_task(), [None] * n
-            grads[i] = store(grad, h.switch, ())
+            grads[i] = store(grad, h.switch)
             if call >= h.version:
                 h.last, h.version = tuple(grads), call
             if h.all is not None:

@@ -36,7 +36,7 @@ class TensorHook:
         self._handle = t.register_hook(lambda grad: self._store(grad, block))  # type: ignore[no-untyped-call]
 
     def _store(self, grad: Tensor, block: Block) -> None:
-        self.stored = store(grad, block, ())
+        self.stored = store(grad, block)
 
     def remove(self) -> None:
         """Removes it; what was stored stays. Can be repeated."""

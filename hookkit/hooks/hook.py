@@ -18,8 +18,8 @@ from hookkit.checks import check_flag
 from hookkit.errors import HookError, OptionError
 from hookkit.hooks.attach import check_hookable, graph_task
 from hookkit.hooks.block import Block, Registered
-from hookkit.hooks.calls import Calls, is_compiling, is_grad_enabled, owned
-from hookkit.hooks.snapshot import lazy_clone, set_grad_enabled, snapshot, version_of
+from hookkit.hooks.calls import MISSING, Calls, is_compiling
+from hookkit.hooks.snapshot import snapshot, version_of
 from hookkit.nested import is_path
 
 
@@ -139,7 +139,9 @@ class Hook(Calls, Registered):
 
     # -- called by PyTorch --------------------------------------------------------------------
 
-    def __call__(self, module: nn.Module, args: Any, x: Any, output: Any = None) -> Any:
+    def __call__(
+        self, module: nn.Module, args: Any, x: Any = MISSING, output: Any = MISSING
+    ) -> Any:
         """After the forward, before it, or in the backward. First a snapshot of one tensor."""
         block = self.switch
         # PyTorch calls a hook that was removed during this same call once more
@@ -148,31 +150,10 @@ class Hook(Calls, Registered):
         if not block.fast or type(x) is not Tensor or is_compiling() or graph_task() != -1:
             return self._run(module, args, x, output)
         self.n_calls += 1
-        if not block.detach:
-            self.last, self.version = x, version_of(x)
-            return None
-        if is_grad_enabled():
-            # Private: `Tensor._is_view()` (since before 2.0). Without it a view of an input would
-            # be a lazy clone, and a numpy array could lose the input's memory.
-            if x.is_leaf or not x.is_cpu or x._is_view():
-                self.last = snapshot(x, owned(module, args, {}))
-                return None
-            try:
-                set_grad_enabled(False)  # half the cost of x.detach(), and one tensor less
-                self.last = lazy_clone(x)
-            except (RuntimeError, NotImplementedError):  # shared memory, sparse
-                self.last = x.detach().clone()
-            finally:
-                set_grad_enabled(True)
-        elif x.is_cpu and not (
-            x._is_view() or x.is_quantized or module._buffers or (args and args[0] is x)
-        ):
-            try:
-                self.last = lazy_clone(x)
-            except (RuntimeError, NotImplementedError):
-                self.last = x.clone()
+        if block.detach:
+            self.last = snapshot(x)
         else:
-            self.last = snapshot(x, owned(module, args, {}))
+            self.last, self.version = x, version_of(x)
         return None
 
     @property

@@ -5,7 +5,7 @@ On the CPU that is torch's lazy clone (copy-on-write, 0.5 µs whatever the size)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +24,8 @@ lazy_clone: Callable[[Tensor], Tensor] = getattr(torch, "_lazy_clone", Tensor.cl
 set_grad_enabled: Callable[[bool], Any] = getattr(
     torch._C, "_set_grad_enabled", torch.set_grad_enabled
 )
-# Private: whether a transform of torch.func (vmap, grad) is active (since 2.0). There is no lazy
-# clone in vmap; without the name torch warns of that.
+# Private: whether a transform of torch.func (vmap, grad) is active (since 2.0). Without it
+# recorders treat its tensors as plain ones.
 is_transforming: Callable[[], bool] = getattr(
     torch._C, "_are_functorch_transforms_active", lambda: False
 )
@@ -34,44 +34,38 @@ is_transforming: Callable[[], bool] = getattr(
 is_transformed: Callable[[Tensor], bool] = getattr(
     getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda t: False
 )
+is_grad_enabled = torch.is_grad_enabled
+_ORDINARY = (Tensor, nn.Parameter)
 
 
-def is_users(t: Tensor, given: Iterable[Any]) -> bool:
-    """Whether `t` shares its memory with a tensor of the user's: a parameter, or one in `given`.
+def snapshot(t: Tensor) -> Tensor:
+    """Return a detached copy of `t` that no later in-place operation on `t` can change.
 
-    A numpy array may share it too, and a lazy clone gives the tensor new memory at its next
-    in-place operation.
+    A lazy clone where torch can make one. `t` gets new memory at its next in-place operation then,
+    so its memory must be nobody else's: `Tensor.numpy()` marks memory that an array shares as not
+    resizable, and torch refuses lazy clones of memory that it has not allocated itself. A `t` that
+    is a part of larger memory is cloned, as a lazy clone would keep all of it. Not for compiled
+    code.
     """
-    # Private: `Tensor._base`, the tensor that a view is of (since before 2.0). There is no public
-    # name; without it a numpy array could lose its tensor.
-    root = t if t._base is None else t._base
-    # isinstance(x, nn.Parameter) is a call of Python
-    if type(root) is not Tensor and isinstance(root, nn.Parameter):
-        return True
-    for x in given:
-        for part in (x,) if type(x) is Tensor else leaves(x):
-            if part is root or part is t or part._base is root:
-                return True
-    return False
+    if type(t) in _ORDINARY:
+        try:
+            memory = t.untyped_storage()
+            lazy = t.is_cpu and memory.resizable() and memory.nbytes() <= t.nbytes
+            # torch 2.13 crashes on reading a lazy clone of a quantized tensor
+            if lazy and not t.is_quantized:
+                if not is_grad_enabled():
+                    return lazy_clone(t)
+                try:
+                    set_grad_enabled(False)  # half the cost of t.detach(), and one tensor less
+                    return lazy_clone(t)
+                finally:
+                    set_grad_enabled(True)
+        except (RuntimeError, NotImplementedError):  # sparse, torch.func, shared with processes
+            pass
+    return t.detach().clone()
 
 
-def snapshot(t: Tensor, given: Iterable[Any] | None = None) -> Tensor:
-    """A detached copy of `t` that no later in-place operation on `t` can change.
-
-    A lazy clone where torch can make one, and `given`, all that the user may have a numpy array of,
-    is known.
-    """
-    whole = given is None or torch.compiler.is_compiling() or is_transforming()
-    # torch 2.13 crashes on reading a lazy clone of a quantized tensor
-    if whole or not t.is_cpu or t.is_quantized or is_users(t, given or ()):
-        return t.detach().clone()
-    try:
-        return lazy_clone(t.detach())
-    except (RuntimeError, NotImplementedError):  # from_numpy, shared memory, sparse, vmap
-        return t.detach().clone()
-
-
-def store(x: Any, block: Block, given: Iterable[Any] | None = None) -> Any:
+def store(x: Any, block: Block) -> Any:
     """`x` as `block` asks to store it: its tensors treated, everything else by reference."""
 
     def one(t: Tensor) -> Tensor:
@@ -79,7 +73,9 @@ def store(x: Any, block: Block, given: Iterable[Any] | None = None) -> Any:
             return _sent(t.detach() if block.detach else t, block)
         if not block.detach:
             return t
-        return snapshot(t, given) if block.clone else t.detach()
+        if not block.clone:
+            return t.detach()
+        return t.detach().clone() if torch.compiler.is_compiling() else snapshot(t)
 
     if type(x) is Tensor:
         return one(x)
