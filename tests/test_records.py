@@ -6,9 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hookkit.errors import ArgumentError, SelectionError
 from hookkit.records import Incident, Record, Run, as_run
+from hookkit.stats import ActivationStats, ParamStats
+from hookkit.watching import watch
 
 
 def record(n: int = 3, names: tuple[str, ...] = ("conv1", "fc")) -> Record:
@@ -122,3 +125,30 @@ def test_an_incident_reads_as_text() -> None:
         "  its RMS in the steps before: 1 4 64\n"
         "  then: head"
     )
+
+
+def test_arrays_cannot_be_written_to_and_those_they_were_made_of_can() -> None:
+    means = np.ones((1, 2))
+    axes: Any = [np.arange(2)] * 3
+    made = Record("activation", ("fc",), ("Linear",), *axes, np.ones(2, np.int64), {"mean": means})
+    run = Run(made, losses=np.ones(2), incidents=(Incident("loss", "", history={"a": means}),))
+
+    handed = [made.steps, made.value("mean"), made.value("mean", "fc"), run.losses]
+    for array in (*handed, run.incidents[0].steps, run.incidents[0].history["a"]):
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 7
+    means[:] = 2
+
+
+def test_what_a_recorder_hands_out_cannot_change_what_it_hands_out_next() -> None:
+    net = torch.nn.Linear(2, 1)
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    with watch(net, opt, ActivationStats(with_hist=True), ParamStats()) as w:
+        for _ in range(3):
+            net(torch.ones(4, 2)).mean().backward()
+            opt.step()
+    run = w.run_record()
+
+    tables = [x for r in run.records for x in (r.steps, r.spans, *r.values.values())]
+    for table in (*tables, run.activations.hist, run.activations.edges, run.grad_norms):
+        assert not table.flags.writeable

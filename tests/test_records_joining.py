@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookkit import ActivationStats, ParamStats, watch
+from hookkit import ActivationStats, GradientStats, ParamStats, watch
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.records import Incident, Record, Run
 from hookkit.testing import mlp, synth_learner
@@ -58,16 +58,82 @@ def test_two_trainings_in_a_row_join_to_what_one_would_have_recorded() -> None:
     assert without_meta(both) == without_meta(whole)
 
 
-def test_a_run_that_begins_later_has_its_own_numbers_and_replaces_what_was_there() -> None:
-    a = Run(record([0, 1, 2, 3]), losses=np.arange(4.0), valid=[{"step": 1}, {"step": 3}])
+def test_a_run_that_goes_on_where_the_first_ends_keeps_its_numbers() -> None:
+    a = Run(record([0, 1]), losses=np.arange(2.0), valid=[{"epoch": 0, "step": 1}])
     losses = np.array([np.nan, np.nan, 7.0, 8.0, 9.0])
+    later = Run(record([2, 3, 4]), losses=losses, valid=[{"epoch": 1, "step": 4}])
 
-    both: Any = a + Run(record([2, 3, 4]), losses=losses, valid=[{"step": 4}])
+    both: Any = a + replace(later, info={"first_step": 2, "n_steps": 5})
 
     assert both.activations.steps.tolist() == [0, 1, 2, 3, 4]
     assert both.activations.iters.tolist() == [0, 1, 2, 3, 4]
     assert both.losses.tolist() == [0.0, 1.0, 7.0, 8.0, 9.0]
-    assert both.valid == [{"step": 1}, {"step": 4}]
+    assert both.valid == [{"epoch": 0, "step": 1}, {"epoch": 1, "step": 4}]
+    assert both.info == {"first_step": 0, "n_steps": 5}
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_runs_that_do_not_follow_each_other_are_an_error(first: int) -> None:
+    later = Run(record([4]), info={"first_step": first, "n_steps": 5})
+
+    with pytest.raises(
+        OptionError, match=rf"has 2 steps, and the later one begins with step {first}"
+    ):
+        _ = Run(record([0, 1])) + later
+
+
+@pytest.mark.parametrize("options", [{"scaled": True}, {"report": 7}, {"every": 4}], ids=str)
+def test_a_run_whose_first_steps_have_no_record_keeps_the_first_run(options: Any) -> None:
+    a, b = unrecorded(20, **options), unrecorded(10, **options)
+
+    both = a + b
+
+    assert (a.n_steps, b.n_steps, both.n_steps) == (20, 10, 30)
+    assert [row["step"] for row in both.valid] == [9, 19, 29]
+    for one, two, whole in zip(a.records, b.records, both.records, strict=True):
+        assert whole.steps.tolist() == [*one.steps, *(two.steps + 20)]
+    if both.losses is not None:
+        assert np.isfinite(both.losses).sum() == 20 // 7 + 10 // 7
+
+
+def unrecorded(n_steps: int, scaled: bool = False, report: int = 0, every: int = 1) -> Run:
+    """A run of epochs of 10 steps, of whose first or last one nothing is known."""
+    net = nn.Linear(4, 1)
+    opt = torch.optim.SGD(net.parameters(), 0.01)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    with watch(net, opt, GradientStats(every=every)) as w:
+        for i in range(n_steps):
+            loss = net(torch.randn(8, 4)).pow(2).mean()
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+            if report and i % report == report - 1:
+                w.loss(loss)
+            if i % 10 == 9:
+                w.epoch(valid_loss=1.0)
+    return w.run_record()
+
+
+def test_epochs_that_a_fit_numbers_itself_keep_their_numbers() -> None:
+    first, again = (synth_learner(n_trn=4, cbs=ActivationStats(modules="")) for _ in range(2))
+    with first.no_logging(), again.no_logging():
+        first.fit(2)
+        again.fit(5, start_epoch=2)
+
+    both = first.run_record() + again
+
+    assert both.n_steps == 20
+    assert [row["epoch"] for row in both.valid] == [0, 1, 2, 3, 4]
+    assert both.activations is not None
+    assert both.activations.epochs.tolist() == [i // 4 for i in range(20)]
+
+
+def test_losses_that_are_not_finite_add_up() -> None:
+    a = Run(losses=np.zeros(3), info={"train_iter": 3, "nan_losses": [1, 3]})
+    b = Run(losses=np.zeros(2), info={"train_iter": 2})
+
+    assert (a + b).info["nan_losses"] == (b + a).info["nan_losses"] == [1, 5]
 
 
 def test_runs_that_both_begin_at_0_are_counted_on() -> None:

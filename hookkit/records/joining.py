@@ -26,37 +26,50 @@ _AS_IT_BEGAN = ("constant", "first_variation", "given_rms", "given_max", "given_
 
 def joined_fields(run: Run, later: Run) -> dict[str, Any]:
     """The fields of `run + later`, as `Run.__add__` says."""
-    n, shift = _seam(run, later)
+    shift = _shift(run, later)
     fields: dict[str, Any] = {}
     for slot in SLOTS.values():
-        early, late = _before(getattr(run, slot), n), _moved(getattr(later, slot), shift)
-        fields[slot] = joined_record(early, late)
+        fields[slot] = joined_record(getattr(run, slot), _moved(getattr(later, slot), shift))
     for name in ("losses", "grad_norms"):
-        fields[name] = _joined_series(getattr(run, name), getattr(later, name), n, shift[0])
-    fields["valid"] = [row for row in run.valid if row.get("step", -1) < n]
+        fields[name] = _joined_series(getattr(run, name), getattr(later, name), shift[0])
+    fields["valid"] = [*run.valid]
     for row in later.valid:
         by = {key: shift[i] for i, key in enumerate(("step", "epoch")) if key in row}
         fields["valid"].append({**row, **{key: row[key] + k for key, k in by.items()}})
-    past = [i for i in run.incidents if i.step < n]
-    fields["incidents"] = (*past, *(_moved_incident(i, shift) for i in later.incidents))
-    known = {k: x for k, x in later.info.items() if x is not None and x != []}
-    fields["info"] = {**later.info, **run.info, **known}
-    if "train_iter" in fields["info"] and shift[2]:
-        fields["info"]["train_iter"] = shift[2] + _n_batches(later)
+    moved = (_moved_incident(i, shift) for i in later.incidents)
+    fields["incidents"] = (*run.incidents, *moved)
+    fields["info"] = _joined_info(run, later, shift)
     return fields
 
 
-def _seam(run: Run, later: Run) -> tuple[int, Shift]:
-    """The step before which `run` counts, and by how much `later` is counted on."""
-    n, batches = _first_step(later), _n_batches(run)
-    if not n:
-        epochs = [row.get("epoch", 0) for row in later.valid[:1]]
-        epochs += [int(r.epochs[0]) for r in later.records if len(r)]
-        # a fit with `start_epoch` numbers its epochs as the whole training does, but not its steps
-        return run.n_steps, (run.n_steps, 0 if min(epochs, default=0) else run.n_epochs, batches)
-    batches = round(batches * min(1.0, n / max(run.n_steps, 1)))  # those of its first n steps
-    begin = min((int(r.iters[0]) for r in later.records if len(r)), default=batches)
-    return n, (0, 0, batches if begin < batches else 0)
+def _shift(run: Run, later: Run) -> Shift:
+    """By how much `later` is counted on: it begins with step 0, or goes on where `run` ends."""
+    first, n, batches = _first_step(later), run.n_steps, _n_batches(run)
+    if not first:
+        return n, 0 if _first_epoch(later) else run.n_epochs, batches
+    if first != n and n:
+        raise OptionError(
+            f"run + later: the first run has {n} steps, and the later one begins with step "
+            f"{first}. Only runs that follow each other are joined: the later one begins with step "
+            f"0 or with step {n}. Load both, and read them one by one."
+        )
+    return 0, 0, batches
+
+
+def _joined_info(run: Run, later: Run, shift: Shift) -> dict[str, Any]:
+    """Facts of the later run; of the first where the later one knows none. Counts add up."""
+    known = {k: x for k, x in later.info.items() if x is not None and x != []}
+    info = {**later.info, **run.info, **known}
+    if "n_steps" in info:
+        info["n_steps"] = shift[0] + later.n_steps
+    if "first_step" in info:
+        info["first_step"] = _first_step(run if run.n_steps else later)
+    if "train_iter" in info and shift[2]:
+        info["train_iter"] = shift[2] + _n_batches(later)
+    if "nan_losses" in info:
+        known_of = [r.info.get("nan_losses") or [0, _n_batches(r)] for r in (run, later)]
+        info["nan_losses"] = [sum(pair) for pair in zip(*known_of, strict=True)]
+    return info
 
 
 def joined_record(a: Record | None, b: Record | None) -> Record | None:
@@ -136,25 +149,15 @@ def _moved_incident(i: Any, shift: Shift) -> Any:
     return replace(i, **at, steps=i.steps + steps)
 
 
-def _before(record: Record | None, step: int) -> Record | None:
-    """The columns of `record` that begin before `step`."""
-    if record is None:
-        return None
-    early = record.steps < step
-    return replace(
-        record,
-        **{axis: getattr(record, axis)[early] for axis in AXES},
-        values={name: table[:, early] for name, table in record.values.items()},
-        hist=None if record.hist is None else record.hist[..., early],
-    )
-
-
 def _first_step(run: Run) -> int:
-    """The first step that something is known of; 0 if nothing is."""
-    firsts = [int(r.steps[0]) for r in run.records if len(r)]
-    for series in (run.losses, run.grad_norms):
-        firsts += np.flatnonzero(~np.isnan(series))[:1].tolist() if series is not None else []
-    return min(firsts, default=0)
+    """The number of its first step: not 0 where a library goes on with a training."""
+    return int(run.info.get("first_step", 0))
+
+
+def _first_epoch(run: Run) -> int:
+    """The first epoch: not 0 in `fit(…, start_epoch=n)`, which numbers no steps, but epochs."""
+    known = [int(row["epoch"]) for row in run.valid if "epoch" in row]
+    return min([*known, *(int(r.epochs[0]) for r in run.records if len(r))], default=0)
 
 
 def _n_batches(run: Run) -> int:
@@ -163,13 +166,13 @@ def _n_batches(run: Run) -> int:
     return int(run.info.get("train_iter", max(lasts, default=0)))
 
 
-def _joined_series(a: Floats | None, b: Floats | None, n: int, shift: int) -> Floats | None:
-    """The first `n` numbers of `a`, and those of `b` from step `shift` on; NaN where unknown."""
+def _joined_series(a: Floats | None, b: Floats | None, shift: int) -> Floats | None:
+    """The numbers of `a`, and those of `b` from step `shift` on; NaN where unknown."""
     if a is None and b is None:
         return None
-    whole = np.full(max(n, shift + (0 if b is None else len(b))), np.nan)
+    whole = np.full(max(shift + (0 if b is None else len(b)), 0 if a is None else len(a)), np.nan)
     if a is not None:
-        whole[: min(n, len(a))] = a[:n]
+        whole[: len(a)] = a
     if b is not None:
         np.copyto(whole[shift : shift + len(b)], b, where=~np.isnan(b))
     return whole

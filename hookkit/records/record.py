@@ -139,6 +139,7 @@ class Record(Plain, Exports):
     meta: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.kind not in KINDS:
             raise ArgumentError(
                 f"Record(kind={self.kind!r}) is not a kind of record. "

@@ -142,20 +142,22 @@ class Run(Plain, Exports, Views):
 
     @property
     def n_steps(self) -> int:
-        """Optimizer steps covered by the losses, the gradient norms or the records."""
+        """Optimizer steps made, counted from step 0 of the training; as far as they are known."""
         series = [len(values) for values in (self.losses, self.grad_norms) if values is not None]
-        return max([0, *series, *(int(r.steps[-1]) + 1 for r in self.records if len(r))])
+        lasts = [int(r.steps[-1]) + 1 for r in self.records if len(r)]
+        return max([int(self.info.get("n_steps", 0)), *series, *lasts])
 
     def __add__(self, later: Any) -> Run:
-        """This run and a later one of the same model (a Run, or what `as_run` takes), as one run.
+        """Join this run and a later one of the same model (a Run, or what `as_run` takes).
 
-        A later run that begins at step 0 is counted on: its steps, epochs and batches follow on
-        this one's. One that begins at a later step, as that of a resumed training does, has its own
-        numbers, and what this one has from that step on is left out. Its epochs follow; one that
-        was cut by an interruption has a row of each run.
+        If `later` begins with step 0, its steps, epochs and batches are counted on from this run's;
+        epochs that `fit(…, start_epoch=n)` has numbered keep their numbers. If it begins with the
+        step after this run's last one (`info["first_step"]`), as a library that resumes numbers its
+        steps, steps and epochs keep their numbers.
 
         Raises:
-            OptionError: they were recorded with other options.
+            OptionError: they were recorded with other options; or `later` begins anywhere else,
+                such as at a checkpoint before the end of this run: read the two one by one.
         """
         return Run(**joined_fields(self, as_run(later)))
 

@@ -32,12 +32,31 @@ def same(a: Any, b: Any) -> bool:
 
 
 class Plain:
-    """Base of the values: two are equal if all their fields are, arrays and NaN included."""
+    """Base of the values, whose arrays are read-only: a recorder hands out the same one again.
+
+    Two are equal if all their fields are, arrays and NaN included. A copy of an array can be
+    written to: `record.value("mean").copy()`.
+    """
+
+    def __post_init__(self) -> None:
+        for name, x in vars(self).items():
+            if isinstance(x, np.ndarray):
+                object.__setattr__(self, name, _read_only(x))
+            elif isinstance(x, dict):
+                object.__setattr__(self, name, {key: _read_only(each) for key, each in x.items()})
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and same(vars(self), vars(other))
 
     __hash__ = None  # type: ignore[assignment]  # it holds arrays
+
+
+def _read_only(x: Any) -> Any:
+    """A view of an array that cannot be written to; anything else as it is."""
+    if isinstance(x, np.ndarray):
+        x = x.view()
+        x.flags.writeable = False
+    return x
 
 
 def label(name: str, kind: str) -> str:
