@@ -9,19 +9,24 @@ from hookkit.errors import SelectionError
 ROLES: dict[str, tuple[str, ...]] = {
     "resid": ("**.block.#", "**.blocks.#", "**.layers.#", "**.h.#", "**.layer.#"),
     "attn": (
+        "@resid.#.attention.{output.dense,attn.o,post_proj}",
+        "@resid.#.self_attention.dense",
         "@resid.#.{self_attn,attn,attention,self_attention,mixer}",
         "@resid.#.layer.*.SelfAttention",
     ),
     "mlp": (
+        "@resid.#.{mlp.dense_4h_to_h,ffn.down_proj,ffn.linear_2}",
         "@resid.#.{mlp,feed_forward,ffn,block_sparse_moe}",
         "@resid.#.layer.*.DenseReluDense",
         "@resid.#.{output.dense,fc2,linear2}",
     ),
 }
-"""Patterns of each role; the first that matches something in a model is meant.
+"""Patterns of each role; the first that matches modules that run is meant.
 
 `#` is the number of the block, and a pattern may begin with another role. `resid` is a block, which
-returns the residual stream; `attn` its self-attention; `mlp` what the feed-forward part returns.
+returns the residual stream; `attn` and `mlp` give what its self-attention and its feed-forward part
+add to that. So where such a module adds the stream itself (BERT, BLOOM), its last layer is meant,
+and hooks on the attention pattern take the block: `edit_attention(select(model, "@resid.3"), …)`.
 For a family that is missing: `ROLES["attn"] += ("@resid.#.my_attention",)`.
 """
 
@@ -29,8 +34,8 @@ For a family that is missing: `ROLES["attn"] += ("@resid.#.my_attention",)`.
 def patterns_of(text: str) -> Iterator[str]:
     """The patterns that `@role`, `@role.3` or `@role.3.child` can mean, in order.
 
-    >>> list(patterns_of("@attn.3.o_proj"))[0]
-    '**.block.3.{self_attn,attn,attention,self_attention,mixer}.o_proj'
+    >>> list(patterns_of("@mlp.3.act"))[-1]
+    '**.layer.3.{output.dense,fc2,linear2}.act'
 
     Raises:
         SelectionError: there is no such role.

@@ -355,7 +355,10 @@ class _Finder:
     def matched(self, text: str) -> list[Pick]:
         """What a name, glob or role matches, without a path; nothing is no error here."""
         if text.startswith("@"):
-            return next(filter(None, map(self.matched, patterns_of(text))), [])
+            for picks in map(self.matched, patterns_of(text)):
+                if any(can_run(pick.module) for pick in picks):
+                    return picks
+            return []
         picks = []
         for pattern in expand(text):
             if place := find(self.model, pattern):

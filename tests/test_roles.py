@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from hookkit.editing import edit_outputs, zero
 from hookkit.errors import SelectionError
 from hookkit.roles import ROLES
 from hookkit.selecting import select
@@ -13,7 +14,11 @@ from hookkit.selecting import select
 FAMILIES = {
     "GPT2Model": ("h.1", "h.1.attn", "h.1.mlp"),
     "LlamaModel": ("layers.1", "layers.1.self_attn", "layers.1.mlp"),
-    "BertModel": ("encoder.layer.1", "encoder.layer.1.attention", "encoder.layer.1.output.dense"),
+    "BertModel": (
+        "encoder.layer.1",
+        "encoder.layer.1.attention.output.dense",
+        "encoder.layer.1.output.dense",
+    ),
     "ViTModel": ("layers.1", "layers.1.attention", "layers.1.mlp"),
 }
 
@@ -54,3 +59,29 @@ def test_a_family_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_role() -> None:
     with pytest.raises(SelectionError, match='"@head" is no role of a module: there are @resid'):
         select(nn.Linear(2, 2), "@head.0")
+
+
+SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"n_layers": 2, "n_layer": 2, "n_heads": 2, "n_head": 2, "d_model": 16, "d_head": 8}
+SIZES |= {"d_inner": 16, "intermediate_size": 16, "embedding_size": 16, "block_sizes": [1, 1]}
+SIZES |= {"intra_bottleneck_size": 16, "true_hidden_size": 16, "max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("role", ["@attn", "@mlp"])
+@pytest.mark.parametrize(
+    "family",
+    ["Bert", "MPNet", "MobileBert", "Funnel", "Bloom", "Falcon", "Mpt", "GPTNeoX", "Llama"],
+)
+def test_without_attention_or_feed_forward_the_residual_stream_goes_on(
+    family: str, role: str
+) -> None:
+    t: Any = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = SIZES if family != "Funnel" else {k: SIZES[k] for k in SIZES if "num_" not in k}
+    model = getattr(t, f"{family}Model")(getattr(t, f"{family}Config")(**sizes)).eval()
+    x = torch.arange(3, 15).reshape(2, 6)
+
+    with torch.no_grad(), edit_outputs(select(model, role), zero()):
+        y = model(x).last_hidden_state
+
+    assert not torch.allclose(y[0], y[1], atol=1e-2)

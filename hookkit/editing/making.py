@@ -28,7 +28,9 @@ def edit_output(module: nn.Module, f: Function, *, calls: Calls = None) -> Hooks
     """Replaces what `module` returns by what `f(module, input, output)` returns.
 
     Registered at once, and removed by `remove()` or at the end of its `with` block, which warns if
-    the layer was never reached. In the block compiled models run eagerly.
+    the layer was never reached. In the block compiled models run eagerly. Activation checkpointing
+    runs the layer again in the backward pass: run that inside the block too, or its gradients are
+    those of the layer without the edit.
     `Hook(module, f, edit=True)` edits in the same way, and stores the result; with `prepend=True`
     before the hooks that the module has.
 
