@@ -36,8 +36,8 @@ def swap(
     A shared module is replaced in each of its places, by one replacement. Modules that a model
     holds outside its registered children (in a plain list) are not replaced. A warning says which
     wrappers were not called, and where code in the block put a module of its own, which stays.
-    Compiled models run eagerly in the block, and PyTorch's transformer layers call their parts. With
-    activation checkpointing run the backward pass inside the block too: it calls the layers again.
+    Compiled models run eagerly in the block, and PyTorch's transformer layers call their parts.
+    Activation checkpointing calls layers again in the backward pass: run that inside the block too.
 
     Args:
         model: the model; its root cannot be replaced.
