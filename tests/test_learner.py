@@ -2,7 +2,8 @@
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,14 @@ from torch.utils.data import (
     default_collate,
 )
 
-from hookkit.callbacks import Callback, GradientAccumulation, ProgressCallback
+from hookkit.callbacks import (
+    Callback,
+    GradientAccumulation,
+    GradientClip,
+    MixedPrecision,
+    ProgressCallback,
+    TrainEvalCallback,
+)
 from hookkit.data import DataLoaders
 from hookkit.errors import ArgumentError, ModelRunError, OptionError
 from hookkit.learner import Learner
@@ -257,25 +265,59 @@ def test_the_loss_is_the_datasets_or_a_callbacks_and_one_not_reduced_is_named() 
 # --- validate and get_preds
 
 
+MORE: dict[str, Callable[[], list[Callback]]] = {
+    "nothing": list,
+    "bf16": lambda: [MixedPrecision("bf16")],
+    "fp16": lambda: [MixedPrecision("fp16")],
+    "steps": lambda: [GradientAccumulation(2), GradientClip(), TrainEvalCallback()],
+}
+
+
 @pytest.mark.parametrize("verb", ["validate", "get_preds"])
-@pytest.mark.parametrize("mode", [True, False])
-def test_a_pass_without_learning_changes_neither_state_nor_modes(verb: str, mode: bool) -> None:
-    learn = quiet(model=nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
-    names = ["epoch", "n_epoch", "iter", "n_iter", "train_iter", "pct_train", "n_steps", "training"]
+@pytest.mark.parametrize("when", [None, "before_batch", "after_backward", "after_epoch"])
+@pytest.mark.parametrize("more", MORE)
+def test_a_pass_without_learning_changes_nothing_that_a_fit_goes_on_with(
+    more: str, when: str | None, verb: str
+) -> None:
+    net = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    learn = quiet(model=net, cbs=GradientAccumulation(3))
+    results = {"final_record", "cbs", "_past", "_by_event"}  # and callbacks, which are back
 
-    def state() -> list[Any]:
-        values = [t.tolist() for t in learn.model.state_dict().values()]
-        modes = [m.training for m in learn.model.modules()]
-        return [values, modes, [getattr(learn, name) for name in names]]
+    def state() -> dict[str, Any]:
+        tensors = {name: t.tolist() for name, t in net.state_dict().items()}
+        modes = [m.training for m in net.modules()]
+        own = {name: x for name, x in vars(learn).items() if name not in results}
+        return {**tensors, "modes": modes, **own}
 
-    learn.fit(1)
-    learn.model.train(mode)
-    learn.model[1].eval()
-    before = state()
+    def asks(cb: Any = None) -> None:
+        if learn.eval_pass:
+            return
+        before = state()
+        getattr(learn, verb)(cbs=MORE[more]())
+        after = state()
+        assert before.keys() == after.keys()
+        assert all(before[k] is after[k] or before[k] == after[k] for k in before)
 
-    getattr(learn, verb)()
+    learn.fit(1, cbs=[] if when is None else Callback(**{when: asks}))
+    net[1].eval()
+    asks()
 
-    assert state() == before
+    dtypes = []
+    learn.fit(1, cbs=Callback(after_pred=lambda cb: dtypes.append(cb.learn.pred.dtype)))
+    assert set(dtypes) == {torch.float32}
+    assert learn.n_steps == 2
+
+
+def test_a_callback_that_was_there_in_a_validation_has_no_part_in_the_next_fit() -> None:
+    learn, autocast = quiet(cbs=MixedPrecision("bf16")), []
+    learn.validate()
+    with learn:
+        learn.one_batch(0, learn.dls.one_batch())
+    learn.remove_cb(MixedPrecision)
+
+    learn.fit(1, cbs=Callback(after_batch=lambda cb: autocast.append(cb.learn.autocast)))
+
+    assert set(autocast) == {nullcontext}
 
 
 def test_predictions_come_in_order_without_a_graph_and_with_what_is_asked_for() -> None:

@@ -25,7 +25,10 @@ from hookkit.errors import ModelRunError
 from hookkit.learner.loop import BATCH, Loop
 from hookkit.nested import is_container, leaves, parts_of, rebuilt, tmap
 
-_STATE = (*BATCH, "iter", "n_iter", "training", "stepped", "eval_pass", "final_record")
+_STATE = (*BATCH, "iter", "n_iter", "train_iter", "pct_train", "training", "stepped", "steps_now")
+_STATE += ("autocast", "scaler", "eval_pass", "final_record", "_device", "_by_keyword")
+"""What a pass sets that a fit around it, or a later one, goes on with."""
+
 _OF_RECORDER = ("_metrics", "_n_added", "_cancelled")
 
 
@@ -161,7 +164,7 @@ class Predicting(Loop):
     @contextmanager
     def _eval_pass(self, cbs: Any) -> Iterator[None]:
         """Around a pass without training: afterwards state and modes are as before."""
-        state = {name: getattr(self, name) for name in _STATE}
+        state = {name: vars(self)[name] for name in _STATE if name in vars(self)}
         modes = [(m, m.training) for m in self.model.modules()]
         paused = self._pause_recorders()
         # it is no part of a batch that surrounds it, and an epoch has a bar already
@@ -178,6 +181,8 @@ class Predicting(Loop):
             with self.added_cbs(cbs), nullcontext() if self.fitting else self._fit_events():
                 yield
         finally:
+            for name in _STATE:
+                vars(self).pop(name, None)
             vars(self).update(state)
             for module, mode in modes:
                 module.training = mode
