@@ -5,17 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from learners import EventLog, quiet
+from learners import EventLog, plain, quiet
 from torch import nn
 
 from hookkit.callbacks import (
     Callback,
     GradientAccumulation,
     GradientClip,
+    MixedPrecision,
     ProgressCallback,
     SchedulerCallback,
 )
 from hookkit.errors import MissingExtraError, OptionError
+from hookkit.events import CancelBatchException
 from hookkit.testing import RegModel, mlp, synth_learner
 
 # --- TrainEvalCallback
@@ -91,6 +93,87 @@ def test_no_step_event_fires_between_and_what_is_left_is_stepped_with() -> None:
 
 
 # --- GradientClip
+
+
+def steps_of(batches: Any, *cbs: Callback, n_acc: int = 4, epochs: int = 1) -> list[Any]:
+    """Each step's batch and gradient; that of a batch of ones is -2."""
+    seen: list[Any] = []
+    note = Callback(
+        before_step=lambda cb: seen.append((cb.learn.iter, cb.learn.model.weight.grad.item()))
+    )
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(net.weight)
+    both = [GradientAccumulation(n_acc), *cbs, note]
+    learn = plain((batches, None), net, loss_func=nn.MSELoss(), lr=0.0, cbs=both)
+    learn.fit(epochs)
+    return seen
+
+
+ONE = torch.ones(2, 1), torch.ones(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "steps"), [(1, [4, 8, 11]), (3, [4, 8, 11]), (9, [3, 7, 11]), (11, [3, 7])]
+)
+def test_a_cancelled_batch_has_no_part_in_the_mean_of_a_step(bad: int, steps: list[int]) -> None:
+    def cancel(cb: Any) -> None:
+        if cb.learn.iter == bad:
+            raise CancelBatchException
+
+    seen = steps_of([ONE] * 12, Callback(after_loss=cancel))
+
+    assert [i for i, _ in seen] == steps
+    assert [grad for _, grad in seen] == pytest.approx([-2.0] * len(steps))
+
+
+def test_a_step_that_is_put_off_by_a_batch_or_two_is_still_the_mean() -> None:
+    def cancel(cb: Any) -> None:
+        if cb.learn.iter in (3, 4):
+            raise CancelBatchException
+
+    first = Callback(before_step=cancel)
+    first.order = -1
+
+    assert steps_of([ONE] * 12, first) == [(5, pytest.approx(-2.0)), (9, -2.0), (11, -2.0)]
+
+
+@pytest.mark.parametrize(("n", "said", "steps"), [(10, 7, [2, 5, 6, 9]), (7, 9, [2, 5])])
+def test_steps_are_means_whatever_length_a_loader_says(n: int, said: int, steps: list[int]) -> None:
+    class Says(list[Any]):
+        def __len__(self) -> int:
+            return said
+
+    seen = steps_of(Says([ONE] * n), n_acc=3)
+
+    assert [i for i, _ in seen] == steps
+    assert [grad for _, grad in seen] == pytest.approx([-2.0] * len(steps))
+
+
+def test_every_batch_steps_again_once_accumulation_is_removed() -> None:
+    def remove(cb: Any) -> None:
+        if cb.learn.train_iter == 6:
+            cb.learn.remove_cbs(GradientAccumulation)
+
+    seen = steps_of([ONE] * 8, Callback(before_batch=remove), epochs=2)
+
+    assert [i for i, _ in seen] == [3, 6, 7, *range(8)]
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_only_what_the_optimizer_holds_is_clipped(amp: bool) -> None:
+    def norms(frozen: bool) -> Any:
+        torch.manual_seed(0)
+        net = mlp(2, 4, 1)
+        net[0].requires_grad_(not frozen)
+        x = torch.randn(6, 4, 2)
+        cbs = [GradientClip(1.0), *([MixedPrecision(init_scale=1024.0)] if amp else [])]
+        data = ([(b, b.sum(1, keepdim=True)) for b in x], None)
+        options = {"loss_func": nn.MSELoss(), "splitter": lambda m: m[2].parameters(), "cbs": cbs}
+        learn = plain(data, net, lr=0.1, **options)
+        learn.fit(2)
+        return learn.gradient_clip.norms.read()
+
+    torch.testing.assert_close(norms(frozen=False), norms(frozen=True), rtol=1e-3, atol=1e-5)
 
 
 def test_gradients_are_clipped_and_their_norms_kept() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -114,14 +115,17 @@ def test_layers_run_in_half_precision_also_after_a_validation_within_a_batch(mod
     assert {p.dtype for p in learn.model.parameters()} == {torch.float32}
 
 
-def test_a_step_that_overflows_is_left_out_and_nothing_moves() -> None:
+@pytest.mark.parametrize("fused", [False, True])  # which steps, and does nothing
+def test_a_step_that_overflows_is_left_out_and_nothing_moves(fused: bool) -> None:
     schedule = SchedulerCallback(lambda opt, n: torch.optim.lr_scheduler.StepLR(opt, 1, 0.5))
     seen: list[Any] = []
     note = Callback(after_step=lambda cb: seen.append((cb.learn.stepped, weights(cb.learn))))
     clip, params, acts = GradientClip(), ParamStats(), ActivationStats()
     grads = GradientStats()
     learn = learner(
-        MixedPrecision(init_scale=SCALE), Overflow(0, 3), schedule, clip, note, params, acts, grads
+        *(MixedPrecision(init_scale=SCALE), Overflow(0, 3), schedule, clip, note),
+        *(params, acts, grads),
+        opt_func=partial(torch.optim.SGD, fused=fused),
     )
 
     learn.fit(1)

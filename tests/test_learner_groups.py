@@ -34,7 +34,7 @@ def test_the_default_splitter_takes_what_requires_a_gradient() -> None:
         (lambda m: m.parameters(), [4]),
         (lambda m: [m[0], m[2]], [2, 2]),
         (lambda m: [list(m[0].parameters()), [m[2].weight]], [2, 1]),
-        (lambda m: [{"params": m.parameters(), "lr": 3.0}], [4]),
+        (lambda m: [{"params": m.parameters(), "momentum": 0.5}], [4]),
     ],
 )
 def test_a_splitter_gives_parameters_lists_modules_or_dicts(split: Any, sizes: list[int]) -> None:
@@ -76,6 +76,20 @@ def test_rates_and_weight_decay_are_the_learners_or_those_of_one_fit() -> None:
 
     assert groups("lr") == [0.25, 0.25]
     assert groups("weight_decay") == [0.1, 0.1]
+
+
+def test_a_groups_own_weight_decay_holds_in_each_fit_and_its_own_rate_is_refused() -> None:
+    def without_decay(model: Any) -> list[Any]:
+        return [model[0], {"params": model[2].parameters(), "weight_decay": 0.0}]
+
+    learn = quiet(model=mlp(1, 4, 1), splitter=without_decay, wd=0.1)
+    for wd in (None, 0.2):
+        learn.fit(1, wd=wd)
+        assert [g["weight_decay"] for g in learn.opt.param_groups] == [wd or 0.1, 0.0]
+
+    split = [{"params": [nn.Parameter(torch.ones(1))], "lr": 3.0}]
+    with pytest.raises(ArgumentError, match=r"have lr=\[3.0\], which each fit would replace"):
+        quiet(splitter=lambda m: split).fit(1)
 
 
 def test_a_rate_held_in_a_tensor_is_filled_in_place() -> None:
