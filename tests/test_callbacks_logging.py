@@ -200,6 +200,21 @@ def test_each_epoch_is_a_row_of_a_new_file_or_appended(
     assert [float(row["valid_loss"]) for row in found] == values[-n:]
 
 
+def test_a_file_with_other_columns_is_not_appended_to(tmp_path: Path) -> None:
+    def learner(metrics: Any) -> Any:
+        return quiet(cbs=CSVLogger(append=True), path=tmp_path, metrics=metrics)
+
+    path = tmp_path / "history.csv"
+    path.touch()
+    learner(None).fit(1)
+    before = path.read_text()
+
+    with pytest.raises(OptionError, match="has the columns epoch,train_loss,valid_loss,time, and"):
+        learner(nn.L1Loss()).fit(1)
+    assert path.read_text() == before
+    assert before.startswith("epoch,train_loss")
+
+
 # --- lines
 
 

@@ -11,6 +11,7 @@ from hookkit import (
     Callback,
     CancelValidException,
     EarlyStoppingCallback,
+    HookkitWarning,
     OptionError,
     SaveModelCallback,
 )
@@ -43,7 +44,7 @@ def score(pred: Any, y: Any) -> float:
 @pytest.mark.parametrize(("delta", "best"), [(0.0, 2), (0.5, 1)])
 def test_it_knows_the_best_epoch_which_is_better_by_min_delta(delta: float, best: int) -> None:
     values = [1.0, 3.2, 3.5, 3.4]
-    learn = scripted(values, cbs=TrackerCallback("score", min_delta=delta))
+    learn = scripted(values, cbs=TrackerCallback("score", np.greater, min_delta=delta))
 
     learn.fit(4)
 
@@ -52,12 +53,15 @@ def test_it_knows_the_best_epoch_which_is_better_by_min_delta(delta: float, best
     assert repr(tracker) == f"TrackerCallback(score, best {values[best]:g} in epoch {best})"
     assert TrackerCallback().comp(1.0, 2.0)  # a loss is better when less, a metric when greater
     assert TrackerCallback("error_rate").comp(1.0, 2.0)
-    assert TrackerCallback("accuracy").comp(2.0, 1.0)
+    with pytest.warns(
+        HookkitWarning, match=r"monitor='mae'\): greater is taken for better.*np.less"
+    ):
+        assert TrackerCallback("mae").comp(2.0, 1.0)
     assert TrackerCallback("score", comp=np.less).comp(1.0, 2.0)
 
 
 def test_nan_is_never_the_best_and_a_cancelled_validation_is_not_judged() -> None:
-    stop = EarlyStoppingCallback("score", patience=2)
+    stop = EarlyStoppingCallback("score", np.greater, patience=2)
     learn = scripted([1.0, float("nan"), 9.0, 9.0], cbs=stop)
     learn.fit(2)
     assert (stop.best, stop.wait) == (1.0, 1)
@@ -73,7 +77,7 @@ def test_nan_is_never_the_best_and_a_cancelled_validation_is_not_judged() -> Non
 
 @pytest.mark.parametrize(("reset", "best"), [(True, 2.0), (False, 3.0)])
 def test_a_second_fit_begins_anew_or_goes_on(reset: bool, best: float) -> None:
-    learn = scripted([3.0], cbs=TrackerCallback("score", reset_on_fit=reset))
+    learn = scripted([3.0], cbs=TrackerCallback("score", np.greater, reset_on_fit=reset))
     learn.fit(1)
     score_is(2.0)
     learn.cbs[-1].run = False  # the script
@@ -84,12 +88,16 @@ def test_a_second_fit_begins_anew_or_goes_on(reset: bool, best: float) -> None:
 
 
 def test_an_unknown_column_is_an_error_that_lists_those_there_are() -> None:
-    learn = scripted([1.0], cbs=EarlyStoppingCallback("acuracy"))
+    learn = scripted([1.0], cbs=EarlyStoppingCallback("acuracy", np.greater))
 
-    known = r"'acuracy'.*only train_loss, valid_loss, score, time\. Give"
+    known = r"'acuracy'.*only train_loss, valid_loss, score\. Give"
     with pytest.raises(OptionError, match=known):
         learn.fit(1)
     assert learn.recorder.values == []
+    for every in (False, True):
+        time = SaveModelCallback("time", np.less, every_epoch=every)
+        with pytest.raises(OptionError, match="no such column"):
+            scripted([1.0], cbs=time).fit(1)
 
     learn = synth_learner(cbs=EarlyStoppingCallback(), default_cbs=False)
     with pytest.raises(OptionError, match="none, since there is no Recorder"):
@@ -102,7 +110,7 @@ def test_an_unknown_column_is_an_error_that_lists_those_there_are() -> None:
 @pytest.mark.parametrize(("patience", "epochs"), [(1, 3), (2, 6), (3, 7)])
 def test_it_stops_when_nothing_gets_better(patience: int, epochs: int) -> None:
     values = [1.0, 2.0, 1.5, 2.5, 2.5, 2.5, 2.5, 2.5]
-    learn = scripted(values, cbs=EarlyStoppingCallback("score", patience=patience))
+    learn = scripted(values, cbs=EarlyStoppingCallback("score", np.greater, patience=patience))
 
     learn.fit(7)
 
@@ -120,7 +128,7 @@ def weight(learn: Any) -> Any:
 
 def test_the_best_weights_are_loaded_at_the_end(tmp_path: Path) -> None:
     seen: list[Any] = []
-    learn = scripted([1.0, 3.0, 2.0], cbs=SaveModelCallback("score"), path=tmp_path)
+    learn = scripted([1.0, 3.0, 2.0], cbs=SaveModelCallback("score", np.greater), path=tmp_path)
     learn.add_cb(Callback(after_epoch=lambda cb: seen.append(weight(cb.learn))))
 
     learn.fit(3)
@@ -134,7 +142,7 @@ def test_the_best_weights_are_loaded_at_the_end(tmp_path: Path) -> None:
 def test_the_last_weights_are_saved_at_the_end_and_the_optimizer_where_it_is_wanted(
     with_opt: bool, tmp_path: Path
 ) -> None:
-    cb = SaveModelCallback("score", fname="best", with_opt=with_opt, at_end=True)
+    cb = SaveModelCallback("score", np.greater, fname="best", with_opt=with_opt, at_end=True)
     learn = scripted([2.0, 1.0], cbs=cb, path=tmp_path)
 
     learn.fit(2)
@@ -145,7 +153,7 @@ def test_the_last_weights_are_saved_at_the_end_and_the_optimizer_where_it_is_wan
 
 
 def test_nothing_is_loaded_if_nothing_was_best(tmp_path: Path) -> None:
-    learn = scripted([1.0, float("nan")], cbs=SaveModelCallback("score"), path=tmp_path)
+    learn = scripted([1.0, float("nan")], cbs=SaveModelCallback("score", np.greater), path=tmp_path)
     learn.fit(1)  # leaves a file
     learn.cbs[-1].run = False
     score_is(float("nan"))
