@@ -8,12 +8,15 @@ is in `_counts`; of a layer that is called on its own, after the model has retur
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hookkit.errors import warn
 from hookkit.hooks.attach import (
     attach,
     brief,
@@ -23,7 +26,7 @@ from hookkit.hooks.attach import (
     is_compiling,
     is_tracing,
 )
-from hookkit.hooks.grads import listen_output
+from hookkit.hooks.grads import Receive, listen_output
 from hookkit.hooks.parts import part_at
 from hookkit.nested import Inputs, named_leaves, put, tmap
 from hookkit.recording import RecordSwitch
@@ -83,23 +86,80 @@ def see_gradients(
         if not _counts(switch.thread, module, again=True):
             return None
         if isinstance(output, Tensor) and not leaf:
-            return listen_output(module, args, kwargs, output, received)
+            receive = received if is_compiling() else _of_the_loss(switch, received)
+            return listen_output(module, args, kwargs, output, receive)
         part = _part(output, leaf, switch, module)
         paths = [path for path, _ in named_leaves(part)]
 
-        def receive(i: int, grad: Tensor) -> None:
+        def received_part(i: int, grad: Tensor) -> None:
             switch.target.see(row, i, paths[i], grad)
 
+        receive = received_part if is_compiling() else _of_the_loss(switch, received_part)
         new = listen_output(module, args, kwargs, part, receive)
         return None if new is None else put(output, leaf, new)
 
     def show(module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
         assert function is not None
+        if not (is_compiling() or _trains(switch)):
+            return
         _show(switch, row, called(function, module, grad_inputs, grad_outputs))
 
     if function is not None:
         return attach(module, show, backward=True, switch=switch)
     return attach(module, hook, edit=True, observes=True, switch=switch)
+
+
+def _of_the_loss(switch: RecordSwitch, receive: Receive) -> Receive:
+    """Return `receive` for one forward: without the gradients of other things than the loss.
+
+    Of a second `backward()` through the same forward it warns, since two gradients of one tensor
+    are no two samples, and their sum is known only to who keeps both.
+    """
+    passes = dict[int, int]()  # by leaf the backward pass in which it got a gradient
+
+    def of_the_loss(i: int, grad: Tensor) -> None:
+        if not _trains(switch):
+            return
+        task = graph_task()
+        if passes.setdefault(i, task) != task and not switch.warned:
+            switch.warned = True
+            warn(
+                f"{switch.who}: backward() was called more than once through one forward, and "
+                f"each call's gradients of outputs are recorded as samples of their own, not as "
+                f"their sum. Add the losses, and call backward() once: (loss_a + loss_b).backward()"
+            )
+        receive(i, grad)
+
+    return of_the_loss
+
+
+def _trains(switch: RecordSwitch) -> bool:
+    """Tell whether the backward pass under way makes the gradients of a step; asked once a pass."""
+    task = graph_task()
+    if switch.backward[0] != task:
+        switch.backward = task, _is_for_a_step(switch.thread)
+    return switch.backward[1]
+
+
+def _is_for_a_step(thread: int | None) -> bool:
+    """Tell whether the backward pass under way makes the gradients that a step will use.
+
+    That is any `backward()`. `torch.autograd.grad` computes parts of a loss (the penalty of a
+    WGAN-GP, the derivatives of a PINN) and weights of losses; it trains only where it is asked for
+    parameters' gradients and frees the graph.
+    """
+    frames: list[Any] = [sys._getframe(), sys._current_frames().get(thread or 0)]
+    for frame in frames:  # on a GPU hooks run in threads of autograd's own
+        while frame is not None:
+            if frame.f_code is torch.autograd.backward.__code__:
+                return True
+            if frame.f_code is torch.autograd.grad.__code__:
+                given = frame.f_locals
+                if given.get("create_graph") or given.get("retain_graph"):
+                    return False
+                return any(isinstance(x, nn.Parameter) for x in given.get("inputs", ()))
+            frame = frame.f_back
+    return True
 
 
 def _part(output: Any, leaf: str, switch: RecordSwitch, module: nn.Module) -> Any:

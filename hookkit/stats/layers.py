@@ -134,6 +134,8 @@ class GradientStats(LayerStats):
     Gradients of outputs are seen as they are computed, by tensor hooks: right after in-place
     operations, for dicts and nested tuples. Those of parameters are read after the optimizer's
     step, as it used them (accumulated, clipped, reduced over ranks). One record per optimizer step.
+    What `torch.autograd.grad` computes within a loss (a gradient penalty, a derivative in a PINN)
+    is left out.
 
     Under a GradScaler they are recorded unscaled. In a loop whose scaler becomes known at its first
     step, that step has no record; a step that a scaler skips leaves nothing.
