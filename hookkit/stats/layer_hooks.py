@@ -148,18 +148,26 @@ def _is_for_a_step(thread: int | None) -> bool:
     WGAN-GP, the derivatives of a PINN) and weights of losses; it trains only where it is asked for
     parameters' gradients and frees the graph.
     """
-    frames: list[Any] = [sys._getframe(), sys._current_frames().get(thread or 0)]
-    for frame in frames:  # on a GPU hooks run in threads of autograd's own
-        while frame is not None:
-            if frame.f_code is torch.autograd.backward.__code__:
-                return True
-            if frame.f_code is torch.autograd.grad.__code__:
-                given = frame.f_locals
-                if given.get("create_graph") or given.get("retain_graph"):
-                    return False
-                return any(isinstance(x, nn.Parameter) for x in given.get("inputs", ()))
-            frame = frame.f_back
-    return True
+    call = _engine_call(sys._getframe(1))
+    if call is None:  # on a GPU hooks run in threads of autograd's own
+        call = _engine_call(sys._current_frames().get(thread or 0))
+    if call is None or call.f_code is torch.autograd.backward.__code__:
+        return True
+    given = call.f_locals
+    if given.get("create_graph") or given.get("retain_graph"):
+        return False
+    return any(isinstance(x, nn.Parameter) for x in given.get("inputs", ()))
+
+
+def _engine_call(frame: Any) -> Any:
+    """Return the innermost call of `backward` or `grad` that a frame is in; None if there is none.
+
+    PyTorch has no hook that says who began a backward pass.
+    """
+    calls = torch.autograd.backward.__code__, torch.autograd.grad.__code__
+    while frame is not None and frame.f_code not in calls:
+        frame = frame.f_back
+    return frame
 
 
 def _part(output: Any, leaf: str, switch: RecordSwitch, module: nn.Module) -> Any:

@@ -38,19 +38,10 @@ def _is_empty(p: nn.Parameter) -> bool:
 
 
 def idle_parameters(learn: Any, parameters: Iterable[nn.Parameter]) -> set[int]:
-    """Ids of those of `parameters` whose optimizers made no part of the last step.
+    """Return the ids of those of `parameters` that no optimizer of the last step holds.
 
-    Their `.grad` is of another step, or of another loss (a GAN's other player).
-    Where optimizers are found as they step, also of those whose has not been found yet.
+    Their `.grad` is of another step, of another loss (a GAN's other player), or adds up for ever.
     """
-    made_it = learn.stepped_opts
-    if not made_it:
-        return set()  # steps are not seen
-    if learn.finds_opts:
-        return {id(p) for p in parameters} - _held(made_it)
-    idle = [opt for opt in learn.opts if all(opt is not one for one in made_it)]
-    return _held(idle) - _held(made_it) if idle else set()
-
-
-def _held(opts: Iterable[Any]) -> set[int]:
-    return {id(p) for opt in opts for group in opt.param_groups for p in group["params"]}
+    ids, opts = {id(p) for p in parameters}, learn.stepped_opts
+    held = {id(p) for opt in opts for group in opt.param_groups for p in group["params"]}
+    return ids - held if ids & held else set()  # else the optimizer has copies of the weights

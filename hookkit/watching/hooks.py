@@ -29,11 +29,6 @@ from hookkit.watching.losses import one_number
 if TYPE_CHECKING:
     from hookkit.watching.loop import WatchedLoop
 
-_ANY_OPTIMIZER: Any = (
-    global_hooks.register_optimizer_step_pre_hook,
-    global_hooks.register_optimizer_step_post_hook,
-)
-
 _IN_STEP = "num_items_in_batch"
 """A model that transformers' Trainer gives this divides its loss by the items of the whole step."""
 
@@ -89,11 +84,11 @@ class LoopHooks:
         if isinstance(self.loop.loss_func, nn.Module):
             check_hookable(self.loop.loss_func, "watch")
             self._handles.append(attach(self.loop.loss_func, self._after_loss))
-        opts = [] if self.loop.finds_opts else self.loop.opts
-        pairs: list[Any] = [(o.register_step_pre_hook, o.register_step_post_hook) for o in opts]
-        for before, after in pairs or [_ANY_OPTIMIZER]:
-            self._handles.append(before(self._before_step))
-            self._handles.append(after(self._after_step))
+        # of any optimizer: one may be made later, or be inside of another's step
+        register: Any = global_hooks.register_optimizer_step_pre_hook
+        self._handles.append(register(self._before_step))
+        register = global_hooks.register_optimizer_step_post_hook
+        self._handles.append(register(self._after_step))
 
     def remove(self) -> None:
         """Removes what `attach` registered; can be called at any time, and twice."""
@@ -169,7 +164,7 @@ class LoopHooks:
 
     def _follows(self, opt: Optimizer) -> bool:
         """Whether a step of `opt` counts; in a backward pass a thread of autograd's may make it."""
-        if is_compiling() or (self.loop.finds_opts and not self.owns(opt)):
+        if is_compiling() or not (self.owns(opt) or opt in self.loop.opts):
             return False
         return get_ident() == self._thread or graph_task() != -1
 
