@@ -1,13 +1,11 @@
 """The torch optimizer inside a library's wrapper, and the GradScaler that scaled a step's loss.
 
 PyTorch keeps no list of GradScalers, nor has it hooks for them. A scaler is known while it makes a
-step: its `step` is then a caller of the optimizer's. One that only unscales, before a step that the
-loop makes itself, keeps a note of it.
+step: its `step` is then a caller of the optimizer's.
 """
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -62,21 +60,6 @@ def skips_step(opt: Any) -> bool:
     return isinstance(found, Tensor) and bool(found.count_nonzero())
 
 
-def unscaling(scalers: Iterable[Any]) -> Any:
-    """Of `scalers` the first that has unscaled gradients since its last `update()`, or None.
-
-    fastai's MixedPrecision makes the scaler step something else, and the optimizer after it.
-    """
-    # Private: `_per_optimizer_states`, what a GradScaler notes of each optimizer, emptied by
-    # `update()` (since 1.6). Without it such a loop's gradients are recorded scaled, as if it had
-    # no scaler.
-    return next((s for s in scalers if getattr(s, "_per_optimizer_states", None)), None)
-
-
-def live_scalers() -> list[Any]:
-    """Every enabled GradScaler of the process. Cost: reads all objects of the process, 50 ms."""
-    kinds = [GradScaler]
-    for kind in kinds:  # the list grows in the loop
-        kinds += kind.__subclasses__()
-    scalers = [x for x in gc.get_referrers(*kinds) if issubclass(type(x), GradScaler)]
-    return [x for x in scalers if x.is_enabled()]
+def ids_of(opts: Iterable[Any]) -> set[int]:
+    """Return the ids of all parameters that these optimizers hold."""
+    return {id(p) for opt in opts for group in opt.param_groups for p in group["params"]}

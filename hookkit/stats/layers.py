@@ -148,7 +148,8 @@ class GradientStats(LayerStats):
         remove_end: takes the hooks off at the end of the fit.
         include_paramless: with `modules=None`, takes modules without parameters too.
         of: `"outputs"` or `"params"`; parameters are rows called by their own names.
-        scaler: the GradScaler of the loss, where it makes no optimizer step of its own.
+        scaler: the GradScaler, needed where it makes no steps: where it only unscales, as fastai's
+            MixedPrecision has it, gradients of outputs are recorded scaled without it.
         eps: a value of at most this size is near zero.
         bins: of the histogram, `(low, high, n)`; None: signed octaves from 2**-40 to 2**8.
 

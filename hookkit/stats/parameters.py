@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from hookkit.callbacks.optimizers import ids_of
 from hookkit.modules import class_name, is_parametrization, join, submodules, walk
 from hookkit.moments.rows import has_numbers
 
@@ -42,6 +43,5 @@ def idle_parameters(learn: Any, parameters: Iterable[nn.Parameter]) -> set[int]:
 
     Their `.grad` is of another step, of another loss (a GAN's other player), or adds up for ever.
     """
-    ids, opts = {id(p) for p in parameters}, learn.stepped_opts
-    held = {id(p) for opt in opts for group in opt.param_groups for p in group["params"]}
+    ids, held = {id(p) for p in parameters}, ids_of(learn.stepped_opts)
     return ids - held if ids & held else set()  # else the optimizer has copies of the weights

@@ -1,18 +1,15 @@
 """The GradScaler of a loop, by whose scale the gradients of outputs are divided as they come.
 
-The scaler is known if it was given, if the loop has one, or from the last step. In the first batch
-of a loop that has its own, it is not: the record of that step is dropped. Nor is it ever where it
-only unscales, and the loop steps by itself as fastai does: one is looked for at the first step.
+The scaler is known if it was given, if the loop has one, or from the last step that it made. In the
+first batch of a loop that has its own it is not known, and the record of that step is dropped.
 """
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 
 from hookkit.devices import widened
 
@@ -21,20 +18,6 @@ def known_scaler(driver: Any) -> Any:
     """The GradScaler of a Learner or a watched loop, if it has one; else None."""
     own = vars(driver).get("scaler")  # its own: the model may have one of another kind
     return getattr(driver.accelerator, "scaler", None) if own is None else own
-
-
-def unscaling_scaler() -> Any:
-    """The GradScaler that has unscaled gradients since its last `update()`; None if there is none.
-
-    Cost: it looks at all objects of the process that refer to the class, 50 ms.
-    """
-    kinds = [GradScaler]
-    for kind in kinds:  # the list grows in the loop
-        kinds += kind.__subclasses__()
-    live = [x for x in gc.get_referrers(*kinds) if isinstance(x, GradScaler) and x.is_enabled()]
-    # Private: `_per_optimizer_states`, what a GradScaler notes of each optimizer, emptied by
-    # `update()` (since 1.6). Without it such a loop's gradients are recorded scaled.
-    return next((s for s in live if getattr(s, "_per_optimizer_states", None)), None)
 
 
 def inverse_scale(scaler: Any) -> Tensor | None:
