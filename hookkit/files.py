@@ -62,6 +62,15 @@ def _opened(path: Path, mode: str, text: bool) -> IO[Any]:
     return path.open(mode, encoding="utf-8", newline="") if text else path.open(f"{mode}b")
 
 
+def first_line(path: str | Path) -> str:
+    """The first line of a text file, without its end; "" if there is no file, or it is empty."""
+    path = Path(path)
+    if not path.exists():
+        return ""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.readline().rstrip("\n")
+
+
 def append_lines(path: str | Path, lines: Iterable[str]) -> None:
     """Adds lines to a text file, each by one write: a killed process leaves whole lines.
 

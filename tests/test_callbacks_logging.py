@@ -26,6 +26,7 @@ from hookkit import (
     SchedulerCallback,
     watch,
 )
+from hookkit.moments.step_table import StepTable
 from hookkit.testing import synth_learner
 
 
@@ -68,6 +69,36 @@ def test_a_tracker_gets_everything_once_and_in_order_every_so_many_steps() -> No
     assert len(sent) == sum(len(data) for _, data in tracker.got)
     losses = {step: data["loss"] for step, data in tracker.got if "loss" in data}
     assert list(losses.values()) == learn.run_record().losses.tolist()
+
+
+def test_a_writing_reads_what_is_new_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, tracker = list[int](), Tracker()
+
+    def counted(self: Any, *args: Any) -> Any:
+        read.append(len(table := whole(self, *args)))
+        return table
+
+    whole = StepTable.read
+    monkeypatch.setattr(StepTable, "read", counted)
+    stats = [ActivationStats(include_paramless=True), ParamStats()]
+    learn = quiet(n_trn=100, cbs=[LogTo(tracker, every=10), *stats])
+
+    learn.fit(2)
+
+    assert max(read) <= 10
+    assert len(read) >= 2 * 20
+    assert tracker.steps("loss") == tracker.steps("grad_norm") == list(range(200))
+    assert tracker.steps("activation/mean/model") == list(range(200))
+
+
+def test_of_two_recorders_of_a_kind_a_log_has_the_later_one() -> None:
+    tracker = Tracker()
+    learn = quiet(n_trn=9, cbs=[ActivationStats(every=4), LogTo(tracker, every=2)])
+    learn.add_cb(ActivationStats(modules="", every=3))
+
+    learn.fit(1)
+
+    assert tracker.steps("activation/mean/model") == [0, 3, 6]
 
 
 def test_a_watched_loop_is_logged_too_and_not_again_by_its_watcher() -> None:

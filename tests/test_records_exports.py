@@ -1,8 +1,10 @@
 """The ways out of records, without loss: frames, CSV, npz, TensorBoard, trackers, files."""
 
 import csv
+import functools
 import gc
 import json
+import logging
 import math
 import random
 import sys
@@ -183,6 +185,44 @@ def test_neither_source_nor_writer_is_kept_alive() -> None:
     assert [held() for held in gone] == [None, None]
 
 
+class Slotted:
+    """A writer that cannot be held weakly."""
+
+    __slots__ = ("n",)
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def add_scalar(self, *args: Any) -> None:
+        self.n += 1
+
+
+class AlwaysEqual(Slotted):
+    """One that can, and is equal to any other."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("kind", [Writer, Slotted, AlwaysEqual])
+def test_a_second_writer_gets_everything_also_at_the_address_of_the_first(kind: Any) -> None:
+    w, got = watched(), set[int]()
+    trained(w, 2)
+
+    for _ in range(20):  # each is freed before the next is made, and may get its address
+        writer = kind()
+        w.log_to(writer)
+        got.add(len(writer.scalars) if kind is Writer else writer.n)
+        del writer
+        gc.collect()
+
+    assert len(got) == 1
+    assert 0 not in got
+
+
 def test_what_a_writer_refused_is_sent_again() -> None:
     w, writer = watched(), Writer()
     trained(w, 2)
@@ -210,12 +250,42 @@ def test_tensorboard_takes_them(tmp_path: Path) -> None:
     ("target", "message"),
     [
         (object(), r"has no add_scalar, log_metrics, log\. Give a Summ"),
+        (
+            logging.getLogger("x"),
+            r"Logger was given, which does not take log\(dict, step=\)\. Give",
+        ),
+        (math, r"does not take log\(dict, step=\)"),
+        (np, r"does not take log\(dict, step=\)"),
+        (torch.ones(2), r"does not take log\(dict, step=\)"),
+        (SimpleNamespace(add_scalar=0, log=3), r"not take add_scalar\(name, value, step\) or log"),
         ("runs", r'ends in \.csv or \.jsonl.*pip install "hookkit\[tensorboard\]"'),
     ],
 )
 def test_what_is_no_writer_and_no_file_is_refused(target: Any, message: str) -> None:
     with pytest.raises((ArgumentError, OptionError), match=message):
         record().log_to(target)
+
+
+def test_a_tracker_that_wraps_its_method_is_taken() -> None:
+    def log(self: Any, data: Any, step: Any = None) -> None: ...
+
+    @functools.wraps(log)  # as wandb.log is before wandb.init, and Accelerator.log
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        got.append(kwargs)
+
+    got: list[Any] = []
+    record().log_to(SimpleNamespace(log=wrapper))
+
+    assert [each["step"] for each in got] == [0, 10, 20]
+
+
+def test_a_csv_file_with_other_columns_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "history.csv"
+    path.write_text("epoch,train_loss\n")
+
+    with pytest.raises(OptionError, match=r"has the columns epoch,train_loss, and step,name,value"):
+        record().log_to(path)
+    assert path.read_text() == "epoch,train_loss\n"
 
 
 @pytest.mark.parametrize("statistics", ["men", ["mean", "men"], 3])

@@ -33,7 +33,7 @@ def test_columns_are_the_merged_steps_whatever_the_room(
 
     table = filled(values)
 
-    steps, epochs, _, spans = table.places.T
+    steps, epochs, _, spans = table.places().T
     assert len(table) == len(steps) <= most
     assert spans.sum() == n
     assert set(spans[:-1]) <= {table.stride}
@@ -116,6 +116,8 @@ def test_what_is_read_is_a_copy_and_copies_go_on_by_themselves() -> None:
 
     assert again.read("total").ravel().tolist() == [3.0] * 9
     assert table.read("total", first=8).ravel().tolist() == [3.0, 0.0]
+    assert [table.since(step) for step in (-1, 0, 8, 9, 20)] == [0, 1, 9, 9, 9]
+    assert StepTable(total=sums(1)).since(3) == 0
     assert (len(table), len(again)) == (10, 9)
 
 
@@ -141,4 +143,4 @@ def test_an_interrupt_while_columns_merge_leaves_them_whole(
 
     assert len(calls) == 2
     assert table.read("total").sum() == sum(before)
-    assert merge(*table.read("moments")[:2, 0])[1] == 3 * table.places[:2, 3].sum()
+    assert merge(*table.read("moments")[:2, 0])[1] == 3 * table.places()[:2, 3].sum()

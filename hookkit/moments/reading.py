@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from hookkit.moments.tally import Tally
 
 
-def record_of(tally: Tally) -> Record:
-    """Everything recorded, as plain numbers; the one place where the host waits for the device."""
-    record = _record(tally, _own(tally))
+def record_of(tally: Tally, since: int = -1) -> Record:
+    """Everything recorded, as plain numbers; the one place where the host waits for the device.
+
+    With `since` only the columns that begin after this step, or the last one if there is none.
+    """
+    record = _record(tally, _own(tally, tally.table.since(since)))
     if ranks.is_distributed():
         record.meta["rank"] = ranks.this_rank()
     return record
@@ -57,9 +60,9 @@ def of_all_ranks(kind: str, own: dict[str, Any]) -> list[dict[str, Any]]:
     return every
 
 
-def _own(tally: Tally) -> dict[str, Any]:
-    """What a rank sends."""
-    options, places = tally.options, tally.table.places
+def _own(tally: Tally, first: int = 0) -> dict[str, Any]:
+    """What a rank sends, or reads: from column `first` on."""
+    options, places = tally.options, tally.table.places(first)
     edges = None if options.bins is None else options.bins.edges.tolist()
     n = len(tally.names)
     shares = None if tally.variation is None else tally.variation.read(n).numpy()
@@ -67,7 +70,7 @@ def _own(tally: Tally) -> dict[str, Any]:
         "types": dict(zip(tally.names, tally.types, strict=True)),
         "steps": [tuple(place) for place in places.tolist()],
         "options": [options.eps, "units" if options.units else "no units", *(edges or ["no bins"])],
-        "tables": tally.tables(),
+        "tables": tally.tables(first),
         "variation": shares,
         "dtypes": {tally.names[row]: str(dtype) for row, dtype in tally.dtypes.items()},
     }

@@ -8,6 +8,7 @@ not depend on how many came before it, and no column is an object of its own.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,7 +68,7 @@ class StepTable:
     >>> for step in range(3):
     ...     table.later((step, 0, step), lambda: {"loss": np.ones((1, 1))})
     >>> table.settle()
-    >>> table.read("loss").ravel().tolist(), table.places.tolist()[-1]
+    >>> table.read("loss").ravel().tolist(), table.places().tolist()[-1]
     ([1.0, 1.0, 1.0], [2, 0, 2, 1])
     """
 
@@ -166,11 +167,15 @@ class StepTable:
         """How many columns there are; each of the steps that wait counts as one."""
         return self._n + len(self._waiting)
 
-    @property
-    def places(self) -> npt.NDArray[np.int64]:
+    def places(self, first: int = 0) -> npt.NDArray[np.int64]:
         """(columns, 4) int64: step, epoch and iteration of a column's first step; its steps."""
         self.settle()
-        return self._places[: self._n].copy()
+        return self._places[first : self._n].copy()
+
+    def since(self, step: int) -> int:
+        """The first column that begins after `step`, or the last one if there is none."""
+        self.settle()
+        return max(min(bisect_right(self._places[: self._n, 0], step), self._n - 1), 0)
 
     def read(self, name: str, rows: int | None = None, first: int = 0) -> Any:
         """(columns, rows, …) copy of a field, from column `first` on.

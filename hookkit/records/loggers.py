@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -21,24 +22,39 @@ _SCALARS = ("mean", "std", "rms", "near_zero", "nonfinite", "dead")
 _PARAM_SCALARS = ("weight_norm", "grad_norm", "update_ratio")
 
 Sent = dict[str, int]  # name → the last step that was sent
-_SENT: WeakKeyDictionary[Any, dict[Any, Sent]] = WeakKeyDictionary()
-"""By source and target the last steps that were sent: neither is kept alive by this."""
+_SENT: WeakKeyDictionary[Any, list[tuple[Callable[[], Any], Sent]]] = WeakKeyDictionary()
+"""By source: writers, and the last steps that each was sent.
+
+Neither is kept alive by this; but a writer that cannot be held weakly (a class with `__slots__`)
+is held as long as its source, or another one at its address would be taken for it.
+"""
 
 
 def log_to(writer: Any, source: Any, statistics: Iterable[str] | None = None) -> None:
     """See `Tables.log_to`."""
     target, run = as_target("log_to", writer), read_source(source)
     chosen = None if statistics is None else _checked(statistics, run.records)
-    send(target, run, sent_to(target, source), chosen)
+    send(target, run, sent_to(target.writer, source), chosen)
 
 
-def sent_to(target: Target, source: Any) -> Sent:
-    """What `source` has sent to `target`, to be updated; nothing yet for a Record or a Run."""
+def sent_to(writer: Any, source: Any) -> Sent:
+    """What `source` has sent to `writer`, to be updated; nothing yet for a Record or a Run."""
     source = vars(source).get("loop", source)  # a Watcher and its loop have the same run
     try:
-        return _SENT.setdefault(source, {}).setdefault(target.key, {})
+        known = _SENT.setdefault(source, [])
     except TypeError:  # a Record or a Run: a value has no hash, and is sent whole each time
         return {}
+    for held, sent in known:
+        # a path is a string; writers are told apart by identity, whatever their `==` says
+        if held() is writer or (isinstance(writer, str) and held() == writer):
+            return sent
+    try:
+        hold: Callable[[], Any] = weakref.ref(writer)
+    except TypeError:
+        hold = lambda: writer  # noqa: E731
+    known[:] = [pair for pair in known if pair[0]() is not None]
+    known.append((hold, {}))
+    return known[-1][1]
 
 
 def send(target: Target, run: Any, sent: Sent, statistics: list[str] | None = None) -> None:

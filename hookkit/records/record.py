@@ -241,6 +241,19 @@ class Record(Plain, Exports):
         return f"Record({what}: {layers} × {records}{steps}, {' '.join(self.values)}{hist})"
 
 
+def grad_norms(params: Record, n_steps: int | None = None) -> Floats:
+    """(n_steps,) float64: norm of all gradients together by optimizer step, NaN elsewhere.
+
+    Where steps were merged it is the norm of the parameters' mean norms, at the first step.
+    """
+    table = params.value("grad_norm")
+    last = int(params.steps[-1]) + 1 if len(params) else 0
+    norms = np.full(max(last, n_steps or 0), np.nan)
+    squares, seen = np.nansum(table**2, axis=0), np.isfinite(table).any(axis=0)
+    norms[params.steps] = np.where(seen, np.sqrt(squares), np.nan)
+    return norms[:n_steps]
+
+
 _CURES = {
     **dict.fromkeys(UNIT_STATISTICS, "Record with `units=True` to have it."),
     **dict.fromkeys(PARAM_STATISTICS[:4], "`ParamStats` records it."),
