@@ -1,8 +1,12 @@
 """`untouched` puts a model and the process back, whatever ran inside it."""
 
+import copy
 import random
-from collections.abc import Callable
+import weakref
+from collections import OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,16 +96,145 @@ def test_params_are_put_back_if_asked_for(write: Callable[[nn.Linear], Any]) -> 
     assert torch.equal(model.weight.grad, before[1])
 
 
-def test_params_are_put_back_that_were_copied_before_a_write() -> None:
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda m: m.weight.detach().mul_(2),
+        lambda m: m.weight.data[1].zero_(),
+        lambda m: m.weight.grad.zero_(),
+        lambda m: m.bias.copy_(torch.ones(3)),
+        lambda m: torch._foreach_add_(list(m.parameters()), 1.0),
+        lambda m: torch.add(m.bias, 1, out=m.bias),
+        lambda m: nn.init.ones_(m.weight),
+        lambda m: torch.optim.SGD(m.parameters(), 1.0).step(),
+    ],
+)
+def test_params_are_put_back_that_are_written(write: Callable[[nn.Linear], Any]) -> None:
     model = nn.Linear(3, 3)
-    before = fingerprint(model, (), {})
+    model(torch.ones(1, 3)).sum().backward()
+    before = fingerprint(model, (), {}), model.weight.grad.clone()
 
-    with untouched(model) as copy, torch.no_grad():
-        part = model.weight[1]
-        copy(part)
-        part.zero_()
+    with untouched(model), torch.no_grad():
+        write(model)
 
-    assert fingerprint(model, (), {}) == before
+    assert fingerprint(model, (), {}) == before[0]
+    assert torch.equal(model.weight.grad, before[1])
+
+
+class Makes(OrderedDict[str, Any]):
+    """Makes its values when they are read, as transformers' table of activations does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+class Loads:
+    """Loads itself as soon as anything of it is asked for."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was read")
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise AssertionError("the attributes were read")
+
+    __class__ = __dict__  # type: ignore[assignment]
+
+
+class LoadsList(list[Any]):
+    """Loads its items as they are read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("it was read")
+
+    __len__ = __getitem__ = __iter__  # type: ignore[assignment]
+
+
+def test_nothing_that_computes_its_content_is_read() -> None:
+    model = nn.Linear(2, 2)
+    model.acts = Makes(relu=nn.ReLU)  # type: ignore[assignment]
+    model.items = [LoadsList("ab"), Loads(), weakref.proxy(model)]  # type: ignore[assignment]
+
+    with untouched(model):
+        model.acts["gelu"] = nn.GELU  # type: ignore[index, operator]
+        model.acts.move_to_end("relu")  # type: ignore[operator, union-attr]
+        list.append(model.items[0], "c")  # type: ignore[index, arg-type]
+
+    assert [*OrderedDict.items(model.acts)] == [("relu", nn.ReLU)]  # type: ignore[arg-type]
+    assert [*list.__iter__(model.items[0])] == ["a", "b"]  # type: ignore[index, arg-type]
+
+
+class Box:
+    """A class of the user's."""
+
+    def __init__(self) -> None:
+        self.n, self.rows, self.inner = 0, {"a": [1]}, SimpleNamespace(n=0)
+
+
+class Holds(nn.Module):
+    """Has whatever an attribute may hold, and changes all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent, self.log = deque([1], maxlen=3), {"n": [0], "deep": ({1}, [[]])}
+        self.cache = [torch.zeros(2), {"k": torch.zeros(2)}]
+        self.counts = defaultdict(list, a=[1])
+        self.box, self.user = Box(), UserDict(a=1)
+        self.noise = torch.Generator().manual_seed(0)
+        self.teacher = [nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.recent.extend([2, 3, 4])
+        self.log["n"].append(1)
+        self.log["deep"][0].add(2)
+        self.log["deep"][1][0].append(3)
+        self.cache[0] += 1
+        self.cache[1]["k"].mul_(0).add_(2)
+        self.counts["b"].append(2)
+        self.box.n, self.user["b"] = 1, 2
+        self.box.rows["a"].append(2)
+        self.teacher.append(self.teacher[0])
+        with torch.no_grad():
+            self.teacher[0][1].weight.add_(1)
+        x = self.teacher[0].eval()(self.teacher[0].train()(x))
+        return x + torch.rand(2, generator=self.noise)
+
+    def state(self) -> Any:
+        """All of it, in a form that can be compared."""
+        return copy.deepcopy(
+            [
+                [*self.recent], self.log, str(self.cache), [*self.counts.items()], vars(self.user),
+                (self.box.n, self.box.rows), self.noise.get_state().tolist(), len(self.teacher),
+                fingerprint(self.teacher[0], (), {}),
+            ]
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("params", [False, True])
+def test_what_attributes_hold_is_put_back(params: bool) -> None:
+    model, x = Holds(), torch.ones(3, 2)
+    before, cached = model.state(), model.cache[0]
+
+    with untouched(model, params=params):
+        model(x)
+        changed = model.state()
+
+    assert model.state() == before
+    assert model.cache[0] is cached
+    assert all(a != b for a, b in zip(changed, before, strict=True))
+
+
+def test_objects_inside_objects_and_classes_are_not_put_back() -> None:
+    class Net(nn.Linear):
+        n = 0
+
+    model = Net(2, 2)
+    model.box = Box()  # type: ignore[assignment]
+
+    with untouched(model):
+        model.box.inner.n = Net.n = 1  # type: ignore[union-attr]
+
+    assert (model.box.inner.n, Net.n) == (1, 1)  # type: ignore[union-attr]
 
 
 def test_replaced_memory_is_put_back() -> None:

@@ -13,6 +13,7 @@ tensors are reported as uncounted.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -38,6 +39,7 @@ _FREE = ("linalg_vector_norm", "_sparse_softmax", "_sparse_log_softmax", "_spars
 _OWN = ("aten", "prims", "prim", "_c10d_functional", "c10d", "profiler", "debugprims", "inductor")
 
 
+@cache
 def formula_of(func: Any) -> MacFormula | None:
     """The formula of an operation, also of its in-place form; None if it counts 0.
 

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache
 from math import inf
 from typing import Any
 
@@ -26,8 +25,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookkit.autograd_graph import graph_nodes
-from hookkit.modelinfo.macs import MacFormula, formula_of, name_of
+from hookkit.modelinfo.macs import formula_of, name_of
 from hookkit.modelinfo.tree import Tree, dtype_name, storage_of
+from hookkit.modelinfo.untouched import written_by
 from hookkit.modules import can_run
 from hookkit.nested import Inputs, describe, leaves
 
@@ -73,7 +73,7 @@ class Trace:
     failed: tuple[str, ...] = ()
 
 
-class _Saved:
+class Saved:
     """A tensor that autograd saves for the backward pass; alive as long as autograd keeps it."""
 
     __slots__ = ("__weakref__", "name", "tensor")
@@ -82,24 +82,10 @@ class _Saved:
         self.tensor, self.name = tensor, name
 
 
-@cache
-def _known(func: Any) -> tuple[tuple[int | str, ...], MacFormula | None]:
-    """Positions, or names, of the arguments that an operation writes in place; its formula."""
-    # `_schema` is private, in torch 2.11 to 2.13. Without it parameters that a forward writes in
-    # place are not put back.
-    arguments = enumerate(getattr(getattr(func, "_schema", None), "arguments", ()))
-    written = tuple(
-        a.name if a.kwarg_only else i
-        for i, a in arguments
-        if a.alias_info is not None and a.alias_info.is_write
-    )
-    return written, formula_of(func)
-
-
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What is seen while a model runs: as a mode each operation, by `attach` each module's calls.
 
-    `write` is called with each tensor before it is written, None on fake tensors. `bound` are the
+    `write` is called with each tensor before it is written; `run` is for the trace. `bound` are the
     multiply-accumulates and the saved bytes beyond which `Stopped` is raised; `stopped` stays true
     if the model swallows it.
     """
@@ -109,13 +95,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         tree: Tree,
-        write: Callable[[Tensor], None] | None,
+        write: Callable[[Tensor], None],
+        run: str,
         bound: tuple[float, float] = (inf, inf),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tree, self.write, self.bound = tree, write, bound
-        is_meta = any(t.is_meta for t in tree.tensors)
-        self.trace = Trace("meta" if is_meta else "real" if write else "fake")
+        self.trace = Trace(run)
         self.names = {
             place.module: place.name
             for place in tree.firsts
@@ -124,7 +110,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Names of the modules that run, with the exception that was being handled at each call: a
         # model may call modules in an `except` block.
         self.stack: list[tuple[str, BaseException | None]] = []
-        self.saved: list[weakref.ref[_Saved]] = []
+        self.saved: list[weakref.ref[Saved]] = []
         self.storages = {storage_of(t)[0] for t in tree.tensors}
         self.n_calls = self.n_macs = self.n_saved_bytes = 0
         self.stopped = False
@@ -146,13 +132,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.n_macs > self.bound[0] or self.n_saved_bytes > self.bound[1]:
             self.stopped = True
             raise Stopped
-        places, formula = _known(func)
-        if places and self.write is not None:
-            for at in places:
-                written = args[at] if isinstance(at, int) and at < len(args) else kwargs.get(at)
-                for t in leaves(written):
-                    self.write(t)
-        out = func(*args, **kwargs)
+        for t in written_by(func, args, kwargs):
+            self.write(t)
+        out, formula = func(*args, **kwargs), formula_of(func)
         if formula is None:
             return out
         macs = formula(*args, **{**kwargs, "out": out})
@@ -208,13 +190,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             names = map(dtype_name, leaves(out))
             call.dtypes = [*dict.fromkeys([*call.dtypes, *names])]
 
-    def pack(self, t: Tensor) -> _Saved:
+    def pack(self, t: Tensor) -> Saved:
         """Called by autograd with each tensor that it saves for the backward pass.
 
         A node that saves its own output would make a reference cycle through it, which nothing
         frees; so what a node has made is detached.
         """
-        saved = _Saved(t.detach() if t.grad_fn is not None else t, self.here())
+        saved = Saved(t.detach() if t.grad_fn is not None else t, self.here())
         self.saved.append(weakref.ref(saved))
         key, size = storage_of(t)
         if key not in self.storages:

@@ -40,9 +40,9 @@ def trace(
 ) -> T:
     """Runs the model once and returns `read(trace)`, called before the model is put back.
 
-    The model's own error is stored in the trace. The run goes on without values, on fake tensors,
-    where it would take long or much memory (`MAX_MACS`, `MAX_SAVED_BYTES`) and the model can run so
-    (see `may_run_fake`). A model on meta runs on meta.
+    The model's own error is stored in the trace. The run is repeated without values, on fake
+    tensors, where it would take long or much memory (`MAX_MACS`, `MAX_SAVED_BYTES`) or has run out
+    of it, and the model can run so (see `may_run_fake`). A model on meta runs on meta.
 
     Args:
         tree: of the model.
@@ -63,12 +63,22 @@ def trace(
             found = _once(tree, inputs, read, training, mode=mode, bounded=bounded, saves=False)
         return found
 
+    may_fake = not is_meta and may_run_fake(tree)
     try:
-        return once(bounded=not is_meta and may_run_fake(tree))[1]
+        real = once(bounded=may_fake)
+        if not (may_fake and _is_out_of_memory(real[0].error)):
+            return real[1]
     except Stopped:
         pass
     fake = run_fake(tree, once)
     return fake[1] if fake is not None else once()[1]
+
+
+def _is_out_of_memory(error: Exception | None) -> bool:
+    """Whether `error` is that of an allocator; the CPU's has no class of its own."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
 
 
 def _refuse_waiting(tree: Tree, training: bool | None) -> None:
@@ -103,10 +113,11 @@ def _once(
     Without `saves` it does not see saved tensors, which torch.func refuses.
     """
     with ExitStack() as stack:
-        write = stack.enter_context(untouched(tree))
+        write = stack.enter_context(untouched(tree, watch=False))
         set_mode(tree, training)
         bound = [(MAX_MACS, MAX_SAVED_BYTES)] if bounded else []
-        tracer = Tracer(tree, None if mode else write, *bound)
+        is_meta = any(t.is_meta for t in tree.tensors)
+        tracer = Tracer(tree, write, "meta" if is_meta else "fake" if mode else "real", *bound)
         tracer.trace.saves = saves
         tracer.attach(stack)
         _switch_off(stack)
@@ -136,8 +147,10 @@ def _switch_off(stack: ExitStack) -> None:
         # loads the compiler when it is called, which is too late: it would be compiled.
         import_module("torch._dynamo.eval_frame")
     stack.enter_context(layer_by_layer(always=True))
-    stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-    torch.set_autocast_cache_enabled(False)
+    if torch.is_autocast_cache_enabled():
+        # what it holds from before is not made in this run, and what this run makes is not kept
+        torch.clear_autocast_cache()
+        stack.callback(torch.clear_autocast_cache)
 
 
 def _call(tracer: Tracer, inputs: Inputs, mode: Any, saves: bool) -> None:

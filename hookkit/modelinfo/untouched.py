@@ -9,39 +9,54 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache, partial
+from types import GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+# Private by its path, in torch 2.11 to 2.13; FlopCounterMode derives from it. It sees every
+# operation below autograd; nothing public does, so there is no fallback. `_disable_current_modes`
+# lets a copy be made of a real tensor while the model runs on fake ones.
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
 from hookkit.hooks.attach import HookEntry
 from hookkit.hooks.block import Registered
 from hookkit.hooks.global_hooks import global_tables, is_of_hook_all
 from hookkit.modelinfo.tree import Tree, storage_of
-from hookkit.nested import Inputs, leaves, tmap
+from hookkit.nested import PLAIN, Inputs, leaves, tmap
 
 # Where modules hold hooks. Private by their names, since torch 1.0 (pre-hooks of backward: 2.0): no
 # public function takes a hook off that another has registered. One that is missing is skipped.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# Attributes that PyTorch gives every module: `Tree` has read the modules and tensors in them.
+_OF_TORCH = frozenset(vars(nn.Module()))
+_CONTAINERS = (OrderedDict, dict, list, set, deque)  # those that can be restored
 
 Restore = Callable[[], None]
 
 
 @contextmanager
 def untouched(
-    model: nn.Module | Tree, *, params: bool = False, observers: bool = False
+    model: nn.Module | Tree, *, params: bool = False, observers: bool = False, watch: bool = True
 ) -> Iterator[Callable[[Tensor], None]]:
-    """Puts back at its end, also after an error, what running `model` inside it has changed.
+    """Restore at the end, also after an error, what running `model` inside the block has changed.
 
-    That are, of each module: its mode, class, hooks and attributes (one level deep: a list that
-    grew shrinks again); parameters and buffers that were replaced, materialised (lazy ones) or
-    whose `grad` or `requires_grad` was set; what was written into buffers and other tensors in
-    attributes; and, of the process, the grad mode and the random states of PyTorch, Python and
-    NumPy. What objects hold that are no modules, such as a cache of the user's own class, is not
-    put back.
+    Restored are, for each module, also for one that is only held in an attribute:
+
+    - its mode, class, hooks and attributes; what the dicts, lists, sets and deques in them hold,
+      at any depth; the attributes of objects in them, but not of objects inside these; and the
+      state of a `torch.Generator`;
+    - its parameters and buffers, if they were replaced, materialised (lazy ones) or written, or
+      their `grad` or `requires_grad` was set; and other tensors in attributes.
+
+    The grad mode and the random states of PyTorch, Python and NumPy are restored too. Attributes of
+    classes, globals, closures and `__slots__` are not.
 
     hookkit's hooks that only observe are off inside it, so that captures, statistics and `hook_all`
     do not see the run, but for captures that the model itself holds. Edits and the user's own hooks
@@ -49,15 +64,17 @@ def untouched(
 
     Args:
         model: a module, or its `Tree` if there is one already.
-        params: also puts back what is written into parameters and their gradients.
+        params: copies everything now, which costs nothing for each operation. By default
+            parameters, gradients and tensors inside containers are copied before their first write.
         observers: leaves the hooks that observe on.
+        watch: whether writes are seen here; if not, the caller reports them.
 
     Yields:
-        A function that is called with a tensor before its memory is written: it copies the
-        parameters and gradients in that memory, so that they are put back without `params`.
+        A function that is called with a tensor before its memory is written.
 
-    Cost: a copy of each buffer and tensor in an attribute, with `params` of each parameter and
-    gradient. On a GPU each copy is compared at the end (one sync each).
+    Cost: a copy of each buffer and tensor in an attribute, and about 5 µs for each operation; with
+    `params` a copy of each parameter and gradient instead. On a GPU each copy is compared at the
+    end (one sync each).
 
     >>> net = nn.BatchNorm1d(3)
     >>> with untouched(net):
@@ -67,25 +84,32 @@ def untouched(
     (True, True, tensor([0., 0., 0.]))
     """
     tree = model if isinstance(model, Tree) else Tree(model)
-    modules = [*tree.wrappers, *tree.modules]
-    attributes = [v for m in modules for v in vars(m).values()]
+    attributes = Attributes([*tree.wrappers, *tree.modules])
+    modules = attributes.modules
     tables = [] if observers else list(global_tables())
-    contents = Contents([*tree.tensors, *(v for v in attributes if isinstance(v, Tensor))])
-    large = set() if params else {id(p) for _, p in tree.params} | contents.grads
+    for table in tables:
+        attributes.note(table)
+    others = [t for m in attributes.hidden for t in (*_own(m, "_parameters"), *_own(m, "_buffers"))]
+    contents = Contents([*tree.tensors, *attributes.direct, *attributes.inside, *others])
+    buffers = {id(b) for m in modules for b in _own(m, "_buffers")}
+    at_once = buffers | {id(t) for t in attributes.direct}
     for t in contents.tensors:
-        if id(t) not in large:
+        if params or id(t) in at_once:
             contents.copy(t)
     with ExitStack() as undo:
-        for restore in (*_of_process(), contents.restore):
+        for restore in (*_of_process(), *attributes.generators, contents.restore):
             undo.callback(restore)
-        undo.callback(_of_modules(modules, tree.scripted, [*attributes, *tables]))
+        for m in tree.scripted:
+            undo.callback(setattr, m, "training", m.training)
+        undo.callback(attributes.restore)
         if not observers:
             tables += [vars(m).get(name, {}) for m in modules for name in _HOOKS]
-            held = [v for v in attributes if isinstance(v, Registered)]
-            own = {id(h) for hook in held for h in hook._each()}
+            own = {id(h) for hook in attributes.held for h in hook._each()}
             for table in tables:
                 for key in [key for key, hook in table.items() if _observes(hook, own)]:
                     del table[key]
+        if watch and not params:
+            undo.enter_context(_Writes(contents.copy))
         yield contents.copy
 
 
@@ -104,40 +128,167 @@ def _observes(hook: Any, own: set[int]) -> bool:
     return hook.observes and own.isdisjoint((id(hook), id(owner)))
 
 
-def _of_modules(modules: list[nn.Module], scripted: list[Any], values: list[Any]) -> Restore:
-    """Restores classes and attributes of `modules`, and the content of containers in `values`."""
-    states = [(m, type(m), {**vars(m)}) for m in modules]
-    modes = [(m, m.training) for m in scripted]
-    kinds = (dict, list, set)
-    containers = [(v, kind(v)) for kind in kinds for v in values if isinstance(v, kind)]
+def _own(m: nn.Module, name: str) -> list[Tensor]:
+    """The tensors in one of the two dicts in which PyTorch registers them."""
+    return [t for t in vars(m).get(name, {}).values() if t is not None]
 
-    def restore() -> None:
-        for m, kind, attributes in states:
+
+# --- what a run writes
+
+
+@cache
+def _written(func: Any) -> tuple[int | str, ...]:
+    # `_schema` is private, in torch 2.11 to 2.13. Without it parameters that a forward writes in
+    # place are not restored.
+    arguments = enumerate(getattr(getattr(func, "_schema", None), "arguments", ()))
+    return tuple(
+        a.name if a.kwarg_only else i
+        for i, a in arguments
+        if a.alias_info is not None and a.alias_info.is_write
+    )
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that operation `func`, called with these arguments, writes in place."""
+    found = list[Tensor]()
+    for at in _written(func):
+        found += leaves(args[at] if isinstance(at, int) and at < len(args) else kwargs.get(at))
+    return found
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls `write` with each tensor before an operation writes it."""
+
+    supports_higher_order_operators = True  # else torch raises for flex attention
+
+    def __init__(self, write: Callable[[Tensor], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.write = write
+
+    # Private, in torch 2.11 to 2.13: whether the compiler skips what runs inside. True, the
+    # default, costs a wrapper around every operation.
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for t in written_by(func, args, kwargs):
+            self.write(t)
+        return func(*args, **kwargs)
+
+
+# --- attributes
+
+
+class Attributes:
+    """What modules hold in their attributes, so that it can be restored.
+
+    Nothing of the user's runs: a dict that makes its values when they are read, an object that
+    loads itself on access or a property would change, or do, something. So containers are read by
+    the methods of Python's own classes, and objects by the dict of their attributes.
+
+    Attributes:
+        modules: those given, and `hidden`: others that are found in attributes, and all in them.
+        direct: tensors that are attributes; `inside` are those in containers and objects.
+        held: hookkit's hooks.
+        generators: functions that restore the random states found.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules, self.hidden = [*modules], list[nn.Module]()
+        self.direct, self.inside = list[Tensor](), list[Tensor]()
+        self.held, self.generators = list[Registered](), list[Restore]()
+        self._kinds, self._contents = list[tuple[nn.Module, type]](), list[Any]()
+        self._seen = {id(m) for m in modules}
+        for m in self.modules:  # grows
+            self._kinds.append((m, type(m)))
+            own = vars(m)
+            self.note(own)
+            for name, x in own.items():
+                if name in _OF_TORCH:
+                    self.note(x)
+                elif issubclass(type(x), Tensor):
+                    self.direct.append(x)
+                else:
+                    self._walk(x)
+
+    def note(self, x: Any) -> list[Any]:
+        """Remembers what `x` holds, if it is a container that can be restored; gives that."""
+        kind = next((c for c in type(x).__mro__ if c in _CONTAINERS), None)
+        if kind is None:
+            return []
+        content = _content(x, kind)
+        self._contents.append((x, kind, content))
+        return [v for _, v in content] if issubclass(kind, dict) else content
+
+    def _walk(self, x: Any) -> None:
+        """Notes everything in `x`: containers at any depth, and objects, but none inside these."""
+        stack = [(x, True)]
+        while stack:
+            x, enter = stack.pop()
+            kind = type(x)
+            if kind in PLAIN or id(x) in self._seen or issubclass(kind, type | ModuleType):
+                continue
+            if issubclass(kind, Tensor):
+                self.inside.append(x)
+            elif issubclass(kind, nn.Module):
+                self._add(x)
+            elif issubclass(kind, Registered):
+                self.held.append(x)
+            elif issubclass(kind, torch.Generator):
+                self.generators.append(partial(x.set_state, x.get_state()))
+            elif enter or issubclass(kind, (tuple, *_CONTAINERS)):
+                self._seen.add(id(x))
+                parts = tuple.__iter__(x) if issubclass(kind, tuple) else self.note(x)
+                stack += [(part, enter) for part in parts]
+                own = _attributes_of(x) if enter else None
+                stack += [(part, False) for part in self.note(own)]
+
+    def _add(self, module: nn.Module) -> None:
+        new = [m for m in module.modules() if id(m) not in self._seen]
+        new = [m for m in new if not isinstance(m, torch.jit.ScriptModule)]
+        self.hidden += new
+        self.modules += new
+        self._seen.update(map(id, new))
+
+    def restore(self) -> None:
+        """Puts the classes of modules back, and what each container held."""
+        for m, kind in self._kinds:
             if type(m) is not kind:  # a lazy module becomes another in its first call
                 m.__class__ = kind
-            refill(vars(m), attributes)
-        for container, content in containers:
-            refill(container, content)
-        for module, mode in modes:
-            module.training = mode
-
-    return restore
-
-
-def refill(container: Any, content: Any) -> None:
-    """Makes a dict, list, set or deque hold what `content` does, if it does not."""
-    if isinstance(container, set):
-        same = container == content
-    else:
-        same = [*map(id, container)] == [*map(id, content)]
-        same &= [*map(id, _values(container))] == [*map(id, _values(content))]
-    if not same:
-        container.clear()
-        (container.update if isinstance(container, dict | set) else container.extend)(content)
+        for x, kind, content in self._contents:
+            if not _same(_content(x, kind), content, kind):
+                kind.clear(x)
+                if issubclass(kind, dict):
+                    for key, value in content:
+                        kind.__setitem__(x, key, value)
+                else:
+                    (kind.update if kind is set else kind.extend)(x, content)
 
 
-def _values(x: Any) -> Any:
-    return x.values() if isinstance(x, dict) else ()
+def _content(x: Any, kind: type) -> list[Any]:
+    """The items of a dict, or the elements of another container, as they are stored."""
+    return [*(kind.items(x) if issubclass(kind, dict) else kind.__iter__(x))]  # type: ignore
+
+
+def _same(a: list[Any], b: list[Any], kind: type) -> bool:
+    """Whether two contents are the same objects, in the same order if there is one."""
+    if issubclass(kind, dict):
+        a, b = ([part for pair in content for part in pair] for content in (a, b))
+    ids: list[Any] = [[*map(id, a)], [*map(id, b)]]
+    return {*ids[0]} == {*ids[1]} if kind is set else bool(ids[0] == ids[1])
+
+
+def _attributes_of(x: Any) -> dict[str, Any] | None:
+    """The dict in which Python stores the attributes of `x`; None if there is none.
+
+    A class may have a property of that name, which is not read.
+    """
+    places = (vars(c)["__dict__"] for c in type(x).__mro__ if "__dict__" in vars(c))
+    place = next(places, None)
+    own = isinstance(place, GetSetDescriptorType | MemberDescriptorType) and place.__get__(x)
+    return own if type(own) is dict else None
 
 
 def _of_process() -> Iterator[Restore]:
@@ -181,9 +332,11 @@ class Contents:
 
     def copy(self, t: Tensor) -> None:
         """Copies the model's tensors in the memory of `t`, unless that is done."""
-        for own in self.in_memory.pop(storage_of(t)[0], ()):
-            # `_version` counts writes in place; see `_is_written`.
-            self.copies.append((own, own._version, own.detach().clone()))
+        tensors = self.in_memory.pop(storage_of(t)[0], ())
+        with _disable_current_modes() if tensors else nullcontext():
+            for own in tensors:
+                # `_version` counts writes in place; see `_is_written`.
+                self.copies.append((own, own._version, own.detach().clone()))
 
     def restore(self) -> None:
         """Puts back memory, flags, gradients and, where there is a copy, content."""
