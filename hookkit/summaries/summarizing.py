@@ -31,7 +31,6 @@ _COPIES: dict[str, Callable[[dict[str, Any]], int]] = {
     "SGD": lambda g: bool(g.get("momentum")),
     "Adam": lambda g: 2 + bool(g.get("amsgrad")),
     "AdamW": lambda g: 2 + bool(g.get("amsgrad")),
-    "RMSprop": lambda g: 1 + bool(g.get("momentum")) + bool(g.get("centered")),
 }
 # Private, in torch 2.11 to 2.13: the common base of all BatchNorms, which has no public name.
 _BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -53,11 +52,12 @@ def summary(
     """Parameters, output shapes, compute and memory of `model`, which stays as it is.
 
     One forward of the model itself is run and everything put back: modes, parameters, buffers,
-    attributes, hooks and random states; what objects hold that are no modules, such as a cache of
-    your own class, is not. Beyond 20 G multiply-accumulates or 1 GiB saved for backward it is run
-    on PyTorch's fake tensors instead, which compute nothing, unless hooks of yours are on the model
-    or it needs values. On `meta` nothing is computed. Works for compiled models and those wrapped
-    for parallel training; before `fully_shard`, not after.
+    hooks, random states, and attributes with the containers and objects in them; globals, closures,
+    attributes of classes and objects inside objects are not. Beyond 20 G multiply-accumulates or
+    1 GiB saved for backward, or if memory runs out, it is run on PyTorch's fake tensors instead,
+    which compute nothing, unless hooks of yours are on the model or it needs values. On `meta`
+    nothing is computed. Works for compiled models and those wrapped for parallel training; before
+    `fully_shard`, not after.
 
     Your hooks on the model and edits around the call are part of what it computes, and run;
     captures and other recorders see nothing of it.
@@ -78,6 +78,7 @@ def summary(
 
     Raises:
         OptionError, ArgumentError: an argument cannot work.
+        ModelRunError: the forward has stored a fake tensor outside of the model's modules.
         Exception: the model's own error, with a note that shows the table so far and the layer.
 
     >>> s = summary(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(5, 4))
