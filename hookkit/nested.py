@@ -16,11 +16,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
+import torch
 from torch import Size, Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 PLAIN = frozenset((int, float, bool, str, bytes, type(None), complex, Size))
 """Types that hold no tensor."""
+_ATOMS = (type, nn.Module, torch.dtype, torch.device)  # results without values
+
+Parts = list[tuple[str, Any]]
+"""The tensors in a result with their paths, and the objects in it that hold none."""
 
 BRACKET = r"""\[(-?(?:0|[1-9][0-9]*)|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]"""
 """A step of a path in brackets: `[0]`, `['x']`, `["it's"]`, as Python writes them."""
@@ -141,6 +146,33 @@ def leaves(x: Any) -> list[Tensor]:
     if isinstance(x, Tensor):
         return [x]
     return [t for _, part in parts_of(x) for t in leaves(part)]
+
+
+def parts_in(x: Any, path: str = "", around: tuple[int, ...] = ()) -> Parts:
+    """Return the tensors in `x` with their paths, also those in the attributes of objects.
+
+    An object without a tensor is a part itself, unless it is a number, a text or the like. Of a
+    PackedSequence everything is a part that says which sample a row is of.
+
+    >>> import torch
+    >>> parts_in((torch.ones(2), 3, {1}))
+    [('[0]', tensor([1., 1.])), ('[2]', {1})]
+    >>> [path for path, _ in parts_in(torch.distributions.Normal(torch.zeros(2), 1.0))]
+    ['.loc', '.scale']
+    """
+    if isinstance(x, Tensor):
+        return [(path, x)]
+    if type(x) in PLAIN or isinstance(x, _ATOMS) or id(x) in around:
+        return []
+    if isinstance(x, PackedSequence):
+        fields: dict[str, Any] = x._asdict()
+        return [(f"{path}.{name}", t) for name, t in fields.items() if t is not None]
+    around = (*around, id(x))
+    if is_container(x):
+        return [p for step, part in parts_of(x) for p in parts_in(part, path + step, around)]
+    inside = [p for k, v in getattr(x, "__dict__", {}).items()
+              for p in parts_in(v, f"{path}.{k}", around)]  # fmt: skip
+    return [p for p in inside if isinstance(p[1], Tensor)] or [(path, x)]
 
 
 def tmap(f: Callable[[Tensor], Any], x: Any, *, fresh: bool = False) -> Any:

@@ -3,12 +3,15 @@
 import copy
 import math
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from hookkit import Hooks, compare_models, hook_outputs, select
@@ -322,6 +325,69 @@ def test_modules_and_paths_select_what_is_compared() -> None:
     assert [(r.name, r.differs) for r in comparison] == [("0[1][0]", True)]
 
 
+class Ragged(nn.Module):
+    """Gives rows of different lengths to a layer."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make, self.layer = make, nn.Identity()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(self.make(x))
+
+
+def jagged(*offsets: int) -> Ragged:
+    at = torch.tensor(offsets)
+    return Ragged(lambda x: torch.nested.nested_tensor_from_jagged(x, at))
+
+
+def packed(*sizes: int) -> Ragged:
+    return Ragged(lambda x: PackedSequence(x, torch.tensor(sizes)))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("model", "other", "name"),
+    [
+        (jagged(0, 2, 5), jagged(0, 3, 5), "layer.sizes"),
+        (packed(2, 2, 1), packed(3, 2), "layer.batch_sizes"),
+        (
+            Ragged(lambda x: torch.nested.nested_tensor([x[:2], x[2:]])),
+            Ragged(lambda x: torch.nested.nested_tensor([x[:3], x[3:]])),
+            "layer.sizes",
+        ),
+    ],
+)
+def test_rows_of_other_lengths_are_a_difference(model: Ragged, other: Ragged, name: str) -> None:
+    assert compare_models(model, model, X).first is None
+
+    comparison = compare_models(model, other, X)
+
+    assert different(comparison)[0] == name
+
+
+class Rescales(nn.Linear):
+    """Changes its weights in its first call, and remembers that."""
+
+    is_rescaled = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_rescaled:
+            with torch.no_grad():
+                self.weight.div_(2)
+            self.is_rescaled = True
+        return super().forward(x)
+
+
+def test_weights_that_a_forward_changes_once_are_put_back_with_what_it_remembers() -> None:
+    model = Rescales(4, 4)
+    expected = copy.deepcopy(model)(X)
+
+    assert compare_models(model, copy.deepcopy(model), X, isolate=True).first is None
+
+    assert_close(model(X), expected, rtol=0, atol=0)
+
+
 # -- isolate --------------------------------------------------------------------------------------
 
 
@@ -440,6 +506,54 @@ def test_where_there_is_no_own_error_the_reason_is_said() -> None:
     assert "b (no own error: TypeError" in str(comparison)
 
 
+COLLECTED: ContextVar[list[Tensor] | None] = ContextVar("COLLECTED", default=None)
+
+
+def collect(_m: nn.Module, _args: Any, out: Tensor) -> None:
+    if (collected := COLLECTED.get()) is not None:
+        collected.append(out)
+
+
+class Collects(nn.Module):
+    """Returns what its layers gave too; a context variable holds that meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for layer in self.layers:
+            layer.register_forward_hook(collect)
+
+    def forward(self, x: Tensor) -> Any:
+        token = COLLECTED.set([])
+        try:
+            return self.layers(x), COLLECTED.get()
+        finally:
+            COLLECTED.reset(token)
+
+
+def test_an_isolated_layer_gives_nothing_to_the_first_models_context() -> None:
+    comparison = compare_models(Collects(), Collects(), X, isolate=True)
+
+    assert comparison.first is None
+    assert [r.name for r in comparison][-3:] == ["[0]", "[1][0]", "[1][1]"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_lowest_value_in_a_mask_stays_finite_in_half_precision(dtype: torch.dtype) -> None:
+    class Masked(nn.Linear):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return (super().forward(x) + mask).softmax(-1)
+
+    model = Net(lambda m, x: m.layer(x, torch.full((5, 4), torch.finfo(x.dtype).min)),
+                layer=Masked(4, 4))  # fmt: skip
+    other = copy.deepcopy(model).to(dtype)
+
+    comparison = compare_models(model, other, X, isolate=True)
+
+    assert all(math.isfinite(r.own_rel) for r in comparison)
+
+
 # -- gradients ------------------------------------------------------------------------------------
 
 
@@ -504,8 +618,55 @@ def test_a_parameter_without_a_partner_is_a_difference() -> None:
 
     comparison = compare_models(model, other, X, grads=True)
 
-    assert different(comparison) == ["b.weight"]
-    assert comparison.unpaired == ("b.weight param grad (first only)",)
+    parts = [f"b.parametrizations.weight.original{i}" for i in (0, 1)]
+    assert different(comparison) == ["b.weight", *parts]
+    assert comparison.unpaired == (
+        "b.weight param grad (first only)",
+        *(f"{part} param grad (second only)" for part in parts),
+    )
+
+
+class Scales(nn.Module):
+    """Has its parameters in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.s = nn.ParameterList([torch.ones(4), torch.ones(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.s[0] * self.s[1]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mha = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mha(x, x, x)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "modules"),
+    [
+        (Scales(), ["s.0", "s.1"], None),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+         [f"parametrizations.weight.original{i}" for i in (0, 1)], None),
+        (Attention(), ["mha.out_proj.weight", "mha.out_proj.bias"], None),
+        (nn.Sequential(nn.Sequential(nn.Linear(4, 4))), ["0.0.weight"], "0"),
+    ],
+)  # fmt: skip
+def test_gradients_of_parameters_in_modules_that_are_not_compared_are_compared(
+    model: nn.Module, names: list[str], modules: Any
+) -> None:
+    other = copy.deepcopy(model)
+    for name in names:
+        other.get_parameter(name).register_hook(lambda grad: 100 * grad)
+
+    comparison = compare_models(model, other, X, grads=True, modules=modules)
+
+    assert different(comparison) == names
+    assert {r.what for r in comparison.different} == {"param_grad"}
 
 
 # -- captures in files ----------------------------------------------------------------------------
@@ -575,6 +736,24 @@ def test_captures_keep_names_and_paths_apart(save: Any) -> None:
         assert comparison.first is None
 
 
+class Cache:
+    """Of the user's own: holds tensors in attributes."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys, self.lengths, self.note = [keys], {"n": torch.tensor(1)}, {"a", "b"}
+
+
+def test_a_capture_has_the_tensors_in_objects(save: Any) -> None:
+    model = Net(lambda m, x: {"out": m.a(x), "cache": Cache(m.b(x)), "set": {1}})
+    other = broken(model, "b.bias")
+    path = save(model, select(model, "a", "b", ""))
+
+    assert compare_models(path, model, X).first is None
+    assert compare_models(model, path, X).first is None
+    assert compare_models(path, path).first is None
+    assert different(compare_models(path, other, X)) == ["b", "['cache'].keys[0]"]
+
+
 def test_a_capture_of_inputs_is_no_capture_of_outputs(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     model = Net(in_turn)
@@ -606,6 +785,22 @@ def scripted(m: nn.Module) -> Any:
         (lambda m: compare_models(m, m, X, grads="yes"), ArgumentError, "grads"),
         (lambda m: compare_models(m, m, X, modules="8"), SelectionError, '"8"'),
         (lambda m: compare_models(m, m, X, names=["0"]), OptionError, "is no dict"),
+        *(
+            (
+                lambda m, names=names: compare_models(m, m, X, names=names),
+                OptionError,
+                r"only \* is",
+            )
+            for names in (
+                {"**": "b"},
+                {"4.?": "4.?"},
+                {"{4,5}": "b"},
+                {"[4-5]": "b"},
+                {"4": "*"},
+                {4: "b"},
+                {"4": 5},
+            )
+        ),
         (lambda m: compare_models(m, m.to("meta"), X), ArgumentError, "without values"),
         (lambda m: compare_models(m, scripted(m), X), HookError, "TorchScript runs no Python"),
         (lambda m: compare_models(m, "no.safetensors", X), OptionError, "cannot be read"),

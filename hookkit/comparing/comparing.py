@@ -56,14 +56,14 @@ def compare_models(
         modules: selectors of `a`'s modules, as for `select`: only these are compared. By default
             all that run, or all that the other side, a file, has.
         names: names in `a` and the names in `b` that they stand for, where these differ:
-            `{"encoder.layers.*": "transformer.h.*"}`. A name stands for all below it, and the
-            longest that fits counts: `{"": "model"}` where `b` has all of `a` in its `model`. With
-            it, modules without parameters, modules around compared ones, and modules inside one
-            that is compared with a layer may be in one of the models alone.
+            `{"encoder.layers.*": "transformer.h.*"}`. Only `*` is special. A name stands for all
+            below it, and the longest that fits counts: `{"": "model"}` where `b` has all of `a` in
+            its `model`. With it, modules without parameters, modules around compared ones, and
+            modules inside one that is compared with a layer may be in one of the models alone.
         rtol: relative tolerance; by default torch.testing's for the looser of the two dtypes.
         atol: absolute tolerance; as `rtol`.
-        grads: whether gradients are compared too: of each output, and of the parameters of the
-            compared modules. `.grad` stays as it is.
+        grads: whether gradients are compared too: of each output, and of the parameters in the
+            compared modules, each with the innermost of them. `.grad` stays as it is.
         loss: with `grads`, gives what is differentiated from a model's output; by default the sum
             of all floating point tensors in it.
         isolate: calls each module of `b` alone too, on what `a`'s received and from the same random
@@ -79,7 +79,7 @@ def compare_models(
             there are inputs for files, or gradients of them; nothing has a gradient, or `loss`
             gives more than one number.
         HookError: a model is scripted.
-        OptionError: a tolerance is negative, or a file cannot be read.
+        OptionError: a tolerance is negative, or a file or one of `names` cannot be read.
         SelectionError: `modules` match nothing, or nothing is in both by its name.
         MissingExtraError: there is a file, and safetensors is not installed.
 
@@ -96,8 +96,7 @@ def compare_models(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None:
             check_number(WHO, name, value, 0)
-    if not isinstance(names or {}, Mapping):
-        raise OptionError(f"{WHO}: names={names!r:.60} is no dict. Give {{in a: in b}}.")
+    _check_names(names)
     n_files = sum(isinstance(x, str | Path) for x in (a, b))
     if check_flag(WHO, "grads", grads) | check_flag(WHO, "isolate", isolate) and n_files:
         raise ArgumentError(f"{WHO}: grads and isolate need two models; a file has outputs alone.")
@@ -139,6 +138,19 @@ def compare_models(
             "the first: its name in the second}."
         )
     return comparison
+
+
+def _check_names(names: Any) -> None:
+    """Raises if `names` is no dict of names, or has patterns of `select` that it does not know."""
+    if not isinstance(names or {}, Mapping):
+        raise OptionError(f"{WHO}: names={names!r:.60} is no dict. Give {{in a: in b}}.")
+    for old, new in (names or {}).items():
+        known = isinstance(old, str) and isinstance(new, str)
+        if not known or re.search(r"[?{}\[\]]|\*\*", old + new) or new.count("*") > old.count("*"):
+            raise OptionError(
+                f"{WHO}: names={{{old!r}: {new!r}}} cannot be read: only * is special, and stands "
+                "for one part of the name in a, and for the same in b. Give an entry for each name."
+            )
 
 
 def _checked(which: str, x: Any) -> nn.Module | Side:

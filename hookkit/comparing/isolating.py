@@ -6,25 +6,28 @@ Builds on `sides` and `modelinfo.untouched`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import copy_context
 from inspect import Parameter, signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hookkit.comparing.measures import Parts, parts_in
 from hookkit.comparing.sides import Alone, copied_parts
 from hookkit.modelinfo.untouched import real_inputs, untouched
 from hookkit.modules import find, unwrap
-from hookkit.nested import Inputs, tmap
+from hookkit.nested import Inputs, Parts, parts_in, tmap
 
 
 def alone(a: nn.Module, b: nn.Module, partners: Mapping[str, str]) -> Alone:
     """A function that calls the partner of a module of `a` in `b`, with the inputs of that.
 
     It gives what that returns, and a note if it was called without some inputs, or failed. The
-    partner begins with the random states as they are, and is as before afterwards.
+    partner begins with the random states as they are, and is as before afterwards. It runs in the
+    context of this call: libraries collect what layers give in a context variable, and would take
+    it for what the first model's gave.
     """
+    outside = copy_context()
 
     def called(name: str, inputs: Inputs) -> tuple[Parts, str]:
         place = find(unwrap(b), partners[name])
@@ -34,7 +37,8 @@ def alone(a: nn.Module, b: nn.Module, partners: Mapping[str, str]) -> Alone:
         try:
             copied = real_inputs(accepted)
             with untouched(place[1]), torch.no_grad():
-                parts = copied_parts(parts_in(place[1](*copied, **copied.kwargs)))
+                out = outside.copy().run(place[1], *copied, **copied.kwargs)
+                parts = copied_parts(parts_in(out))
         except Exception as error:  # of any kind: it is called as its model does not call it
             return [], f"no own error: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return parts, f"called without {', '.join(left_out)}" if left_out else ""
@@ -66,7 +70,8 @@ def _accepted(m: nn.Module, inputs: Inputs) -> tuple[Inputs, list[str]]:
 def fitted(inputs: Inputs, a: Any, b: nn.Module) -> Inputs:
     """`inputs` on the device of `b`, and what has the dtype of `a` in that of `b`.
 
-    By their first floating point parameter; `a` has none where it is a file.
+    By their first floating point parameter; `a` has none where it is a file. Finite values stay
+    finite: an attention mask holds the lowest value of its dtype.
     """
     old, new = (
         next((p for p in m.parameters() if p.is_floating_point()), None)
@@ -76,8 +81,14 @@ def fitted(inputs: Inputs, a: Any, b: nn.Module) -> Inputs:
     )
     if new is None:
         return inputs
-    dtype = None if old is None else old.dtype
-    moved: Inputs = tmap(
-        lambda t: t.to(new.device, new.dtype if t.dtype == dtype else None), inputs
-    )
+
+    def one(t: Tensor) -> Tensor:
+        if old is None or t.dtype != old.dtype:
+            return t.to(new.device)
+        most = torch.finfo(new.dtype).max
+        if most < torch.finfo(t.dtype).max:
+            t = torch.where(t.isfinite(), t.clamp(-most, most), t)
+        return t.to(new.device, new.dtype)
+
+    moved: Inputs = tmap(one, inputs)
     return moved

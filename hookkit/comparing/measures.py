@@ -9,15 +9,11 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hookkit.nested import PLAIN, is_container, parts_of
-
-Parts = list[tuple[str, Any]]
-"""The tensors in a result with their paths, and the objects in it that hold none."""
+from hookkit.nested import Parts
 
 _CHUNK = 2**16  # elements that are converted at a time: what they take stays in the cache
-_ATOMS = (type, nn.Module, torch.dtype, torch.device, torch.Size)  # results without values
 
 # What `torch.testing.assert_close` allows: relative and absolute tolerance by dtype; 0 for others.
 _TOLERANCES = {
@@ -29,28 +25,6 @@ _TOLERANCES = {
     torch.complex64: (1.3e-6, 1e-5),
     torch.complex128: (1e-7, 1e-7),
 }
-
-
-def parts_in(x: Any, path: str = "", around: tuple[int, ...] = ()) -> Parts:
-    """The tensors in `x` with their paths, also those in the attributes of objects.
-
-    An object without a tensor is a part itself, unless it is a number, a text or the like.
-
-    >>> parts_in((torch.ones(2), 3, {1}))
-    [('[0]', tensor([1., 1.])), ('[2]', {1})]
-    >>> [path for path, _ in parts_in(torch.distributions.Normal(torch.zeros(2), 1.0))]
-    ['.loc', '.scale']
-    """
-    if isinstance(x, Tensor):
-        return [(path, x)]
-    if type(x) in PLAIN or isinstance(x, _ATOMS) or id(x) in around:
-        return []
-    around = (*around, id(x))
-    if is_container(x):
-        return [p for step, part in parts_of(x) for p in parts_in(part, path + step, around)]
-    inside = [p for k, v in getattr(x, "__dict__", {}).items()
-              for p in parts_in(v, f"{path}.{k}", around)]  # fmt: skip
-    return [p for p in inside if isinstance(p[1], Tensor)] or [(path, x)]
 
 
 def pairs(a: Parts, b: Parts) -> list[tuple[str, Any, str, Any]]:
@@ -129,11 +103,23 @@ def _gap(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return gap, x, y
 
 
+def spread(parts: Parts) -> Parts:
+    """Return `parts` with each nested tensor as its values, in one row, and the sizes in it."""
+    found: Parts = []
+    for path, x in parts:
+        if isinstance(x, Tensor) and x.is_nested:
+            rows = x.detach().unbind()
+            values = torch.cat([row.reshape(-1) for row in rows]) if rows else torch.empty(0)
+            sizes = torch.tensor([row.shape for row in rows], device="cpu")
+            found += [(path, values), (f"{path}.sizes", sizes)]
+        else:
+            found.append((path, x))
+    return found
+
+
 def dense(t: Tensor) -> Tensor:
-    """`t` as an ordinary tensor: a quantized, sparse or nested one by its values."""
+    """`t` as an ordinary tensor: a quantized or sparse one by its values."""
     t = t.detach()
-    if t.is_nested:
-        return t.values() if t.layout is torch.jagged else torch.nested.to_padded_tensor(t, 0.0)
     if t.layout is not torch.strided:
         t = t.to_dense()
     return t.dequantize() if t.is_quantized else t.resolve_conj().resolve_neg()

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from hookkit.comparing.comparison import MISSING, NOT_GIVEN, Comparison, Row
-from hookkit.comparing.measures import Parts, dense, difference, pairs
+from hookkit.comparing.measures import dense, difference, pairs, spread
 from hookkit.comparing.sides import Key, Side
-from hookkit.nested import describe
+from hookkit.nested import Parts, describe
 
 
 def compared(
@@ -42,15 +42,16 @@ def compared(
     if first.last or second.last:
         first, second = first.last_calls(), second.last_calls()
     limits = {partners[name]: paths for name, paths in first.paths.items()} | second.paths
-    expected = {key: _counting(key, parts, limits.get(partners[key.name]))
+    saved = first.saved or second.saved
+    expected = {key: _counting(key, parts, limits.get(partners[key.name]), saved)
                 for key, parts in first.values.items()}  # fmt: skip
-    found = {key: _counting(key, parts, limits.get(key.name))
+    found = {key: _counting(key, parts, limits.get(key.name), saved)
              for key, parts in second.values.items()}  # fmt: skip
     rows, paired = list[tuple[Key, Row]](), set[tuple[Key, str]]()
     for key, mine in expected.items():
         there = key._replace(name=partners[key.name])
         own, note = first.own.get(key, ([], ""))
-        alone = {path: x for path, _, _, x in pairs(mine, own)}
+        alone = {path: x for path, _, _, x in pairs(mine, spread(own))}
         theirs = {path: at for path, _, *at in pairs(mine, found.get(there, []))}
         lacks = NOT_GIVEN if there.name in second.types else MISSING
         for path, x in mine:
@@ -77,8 +78,9 @@ def compared(
     return Comparison(tuple(shown), unpaired)
 
 
-def _counting(key: Key, parts: Parts, paths: Collection[str] | None) -> Parts:
-    """Those of `parts` that are at or in one of `paths`; all of them if it is None."""
+def _counting(key: Key, parts: Parts, paths: Collection[str] | None, saved: bool) -> Parts:
+    """Those of `parts` that are at or in one of `paths`, all if it is None; `saved`: tensors."""
+    parts = [p for p in spread(parts) if isinstance(p[1], Tensor) or not saved]
     if paths is None or key.what == "param_grad":
         return parts
     return [p for p in parts if any(p[0] == x or p[0].startswith((f"{x}.", f"{x}["))

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from hookkit.comparing.measures import Parts, parts_in
 from hookkit.errors import ArgumentError, OptionError, missing_extra
 from hookkit.hooks.attach import Switch, attach, recomputing
 from hookkit.hooks.eager import layer_by_layer
 from hookkit.hooks.snapshot import snapshot
 from hookkit.modelinfo.untouched import real_inputs, untouched
-from hookkit.nested import Inputs, describe, leaves
+from hookkit.modules import join, submodules
+from hookkit.nested import Inputs, Parts, describe, leaves, parts_in
 
 WHO = "compare_models"
 Alone = Callable[[str, Inputs], tuple[Parts, str]]
@@ -49,6 +49,7 @@ class Side:
         paths: the modules of whose results only some paths count, with these.
         functions: the modules without parameters, which another model may have as functions.
         own: for each call, what the second side's module gave for the same inputs, and a note.
+        saved: whether it is from a file, which has tensors only.
         last: whether it has only the last call of each module.
     """
 
@@ -57,6 +58,7 @@ class Side:
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
     functions: set[str] = field(default_factory=set)
     own: dict[Key, tuple[Parts, str]] = field(default_factory=dict)
+    saved: bool = False
     last: bool = False
 
     def last_calls(self) -> Side:
@@ -154,15 +156,25 @@ def _differentiate(
 ) -> None:
     """Adds the gradients of the outputs, the last one first, and of the modules' parameters."""
     wanted = [(key, path, edge) for key in reversed(edges) for path, edge in edges[key]]
+    compared = {id(m) for m in modules.values()}
     wanted += [(Key(name, "param_grad", 0), f".{k}" if name else k, p)
                for name, m in modules.items()
-               for k, p in m.named_parameters(recurse=False) if p.requires_grad]  # fmt: skip
+               for k, p in _params_of(m, compared) if p.requires_grad]  # fmt: skip
     if not wanted:  # nothing that is compared has a gradient
         return
     grads = torch.autograd.grad(loss, [x for *_, x in wanted], allow_unused=True)
     for (key, path, _), grad in zip(wanted, grads, strict=True):
         if grad is not None:
             into.values.setdefault(key, []).append((path, snapshot(grad)))
+
+
+def _params_of(m: nn.Module, compared: set[int]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of `m` and of what is inside it, such as a ParameterList, but not compared."""
+    found = [*m.named_parameters(recurse=False)]
+    for key, child in submodules(m).items():
+        if id(child) not in compared:
+            found += [(join(key, name), p) for name, p in _params_of(child, compared)]
+    return found
 
 
 def sum_of_outputs(out: Any) -> Tensor:
@@ -204,7 +216,7 @@ def read(path: str | Path) -> Side:
         )
     keys = about.get("keys") or [(key, key, None, "") for key in sorted(tensors)]
     leaves = about.get("leaves") or {}
-    side = Side(last=all(call is None for _, _, call, _ in keys))
+    side = Side(saved=True, last=all(call is None for _, _, call, _ in keys))
     for text, name, call, inner in keys:
         leaf = leaves.get(name, "")
         module = name.removesuffix(leaf)

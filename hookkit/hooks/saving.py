@@ -1,9 +1,9 @@
 """`Hooks.save`: what was captured, in a safetensors file.
 
 A tensor is called `name`, or `name:call` where each call was kept, with `/path` behind it in a
-structure. The metadata say of each key what it stands for, in the order of the hooks, and have the
-structures in words, the modules' classes, the hooks' paths into what a module returns, and the kind
-of the hooks.
+structure or an object, such as a cache, which is saved as it is by then. The metadata say of each
+key what it stands for, in the order of the hooks, and have the structures in words, the modules'
+classes, the hooks' paths into what a module returns, and the kind of the hooks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from hookkit.checks import check_path
 from hookkit.errors import HookError, missing_extra
 from hookkit.files import atomic_write
-from hookkit.nested import describe, named_leaves
+from hookkit.nested import describe, parts_in
 
 
 def save(hooks: Any, path: str | Path) -> Path:
@@ -33,7 +33,9 @@ def save(hooks: Any, path: str | Path) -> Path:
     tensors, keys, structures = dict[str, Tensor](), list[Any](), dict[str, str]()
     for key, name, call, value in _values(hooks):
         structures[key] = describe(value)
-        for inner, t in named_leaves(value):
+        for inner, t in parts_in(value):
+            if not isinstance(t, Tensor):
+                continue
             text = key + (f"/{inner}" if inner else "")
             tensors[text] = _whole(t)
             keys.append((text, name, call, inner))
