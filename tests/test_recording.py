@@ -10,12 +10,12 @@ from hooked import n_hooks
 from learners import quiet
 from torch import nn
 
-from hookkit.callbacks import Callback
+from hookkit.callbacks import Callback, GradientAccumulation
 from hookkit.data import DataLoaders
 from hookkit.errors import ArgumentError, HookkitWarning, OptionError, SelectionError
 from hookkit.events import CANCELS, EVENTS
 from hookkit.recording import HookCallback
-from hookkit.stats import ActivationStats, FlightRecorder, GradientStats
+from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.testing import mlp, synth_dbunch
 
 FIRST_LAYER = "ignore:Full backward hook is firing:UserWarning"
@@ -77,6 +77,19 @@ def test_every_counts_on_over_epochs_and_anew_in_each_fit() -> None:
     learn.fit(1)
 
     assert [i for _, i in cb.calls] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("make", [Calls, ActivationStats, GradientStats, ParamStats])
+def test_every_counts_optimizer_steps_in_each_recorder(make: Any) -> None:
+    recorder = make(every=2)
+    acc = GradientAccumulation(2)
+
+    quiet(n_trn=8, cbs=[acc, recorder]).fit(1)
+
+    if isinstance(recorder, Calls):
+        assert [i for _, i in recorder.calls] == [0, 1, 4, 5]  # both batches of steps 0 and 2
+    else:
+        assert recorder.record().steps.tolist() == [0, 2]
 
 
 # --- train and valid

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hookkit import ActivationStats, GradientStats, ParamStats, watch
+from hookkit.errors import HookkitWarning
 
 
 def net(n_out: int = 1) -> nn.Sequential:
@@ -208,3 +209,52 @@ def test_the_update_is_that_of_the_whole_step_of_any_optimizer(kind: str, given:
 
     assert w.n_steps == 7
     agrees(w.param_stats.record(), "update_norm", moved)
+
+
+def play(every: int | None, recorders: Any, n: int) -> tuple[list[tuple[int, float]], Any]:
+    """Two players as in DCGAN's loop: G's output is used in D's step, detached, and in G's own."""
+    torch.manual_seed(0)
+    g, d, truth = nn.Linear(4, 2), nn.Linear(2, 1), []
+    opt_g, opt_d = (torch.optim.SGD(m.parameters(), 0.01) for m in (g, d))
+    with watch([g, d], [opt_g, opt_d], *recorders) as w:
+        for i in range(n):
+            fake = g(torch.randn(16, 4))
+            fake.register_hook(
+                lambda grad, i=i: truth.append((2 * i + 1, grad.square().mean().sqrt().item()))
+            )
+            opt_d.zero_grad()
+            (d(torch.randn(16, 2)).mean() - d(fake.detach()).mean()).backward()
+            opt_d.step()
+            opt_g.zero_grad()
+            d(fake).mean().backward()
+            opt_g.step()
+    return truth, w
+
+
+@pytest.mark.parametrize("every", [None, 3])
+def test_a_players_gradients_are_in_no_other_step_than_its_own(every: int | None):
+    stats = GradientStats(every=every)
+
+    truth, _ = play(every, [stats], 9)
+
+    record, own = stats.record(), dict(truth)
+    seen = dict(zip(record.steps.tolist(), record.value("rms", "0").tolist(), strict=True))
+    known = {step: value for step, value in seen.items() if np.isfinite(value)}
+    assert known.keys() <= own.keys()
+    assert list(known) == ([*own] if every is None else [])  # the forward was in a step left out
+    np.testing.assert_allclose([*known.values()], [own[step] for step in known], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make", [ParamStats, lambda every: GradientStats(every=every, of="params")]
+)
+def test_every_that_passes_over_a_player_is_warned_of_with_one_that_does_not(make: Any):
+    with pytest.warns(HookkitWarning, match=r"none of SGD, .*Use \w+\(every=7\)") as warned:
+        play(4, [make(every=4)], 40)
+    assert len(warned) == 1
+
+    _, w = play(7, [recorder := make(every=7)], 40)
+
+    seen = np.isfinite(recorder.record().value("grad_norm" if make is ParamStats else "rms"))
+    assert w.n_steps == 80
+    assert seen.any(axis=1).all()  # each parameter in some record

@@ -1,13 +1,15 @@
-"""The parameters of a model by name, and those that a step left alone."""
+"""The parameters of a model by name, and which of them a step, or `every`, leaves out."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from hookkit.callbacks.optimizers import ids_of
+from hookkit.errors import warn
 from hookkit.modules import class_name, is_parametrization, join, submodules, walk
 from hookkit.moments.rows import has_numbers
 
@@ -45,3 +47,30 @@ def idle_parameters(learn: Any, parameters: Iterable[nn.Parameter]) -> set[int]:
     """
     ids, held = {id(p) for p in parameters}, ids_of(learn.stepped_opts)
     return ids - held if ids & held else set()  # else the optimizer has copies of the weights
+
+
+class Turns:
+    """Which optimizers' steps a recorder with `every` meets, and which it passes over."""
+
+    def __init__(self) -> None:
+        self._n, self._met, self._missed = 0, set[int](), dict[int, str]()
+
+    def see(self, recorder: Any, recorded: bool) -> None:
+        """Note a step; warn once, after 8 records, of an optimizer that steps in none of them."""
+        learn, every = recorder.learn, recorder.every or 1
+        if every == 1 or len(learn.opts) < 2 or self._n > 8:
+            return
+        steps = {id(opt): type(opt).__name__ for opt in learn.stepped_opts}
+        self._n += recorded
+        if recorded:
+            self._met |= steps.keys()
+        else:
+            self._missed |= steps
+        if self._n == 8 and recorded and (unmet := self._missed.keys() - self._met):
+            names = ", ".join(sorted(self._missed[one] for one in unmet))
+            better = next(n for n in range(every + 1, every + 31) if math.gcd(n, 30) == 1)
+            who = type(recorder).__name__
+            warn(
+                f"{who}(every={every}) has recorded 8 steps, and none of {names}, which steps in "
+                f"turns with another: its steps always fall between. Use {who}(every={better}).",
+            )
