@@ -137,7 +137,6 @@ def test_a_call_during_the_registration_of_a_hook_is_left_alone(make: Any) -> No
     assert torch.equal(y, nn.functional.linear(X, layer.weight, layer.bias))
     assert not seen
     assert not isinstance(made, Hooks) or [*made.n_calls.values()] == [0]
-    made.remove()
 
 
 def test_a_block_records_the_calls_of_all_threads() -> None:
