@@ -102,7 +102,8 @@ def check_function(who: str, f: Any, *arguments: str, name: str = "hook_func") -
 
     One rule, decided when the function is registered: it gets all `arguments`; or only the last,
     if it has one required parameter, or if Python cannot read its signature, as with many of
-    torch's own functions (`torch.mean`).
+    torch's own functions (`torch.mean`). One that can take all of them, and whose required
+    parameter is called `module` or `m`, gets all: `f(module, input=None, output=None)`.
 
     Returns `f`, or `OfLast(f)`, which passes the last argument on. Raises if `f` cannot be called,
     is a class of modules, or takes other arguments.
@@ -126,7 +127,8 @@ Give f(module, input, output), or f(output).
     required = [p for p in takes if p.default is Parameter.empty]
     more = any(p.kind is p.VAR_POSITIONAL for p in params)
     keywords = [p for p in params if p.kind is p.KEYWORD_ONLY and p.default is Parameter.empty]
-    if not keywords and not more and (len(required) == 1 or len(takes) == 1):
+    whole = len(takes) >= len(arguments) and takes[0].name in (arguments[0], arguments[0][0])
+    if not keywords and not more and not whole and (len(required) == 1 or len(takes) == 1):
         return OfLast(f)
     if not keywords and len(required) <= len(arguments) and (more or len(takes) >= len(arguments)):
         return f

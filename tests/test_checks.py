@@ -139,6 +139,10 @@ def with_default(module: Any, inputs: Any, output: Any, scale: float = 2.0) -> A
     return output
 
 
+def only_the_module_is_required(module: Any, inputs: Any = None, output: Any = None) -> Any:
+    return output
+
+
 class Method:
     def three(self, module: Any, inputs: Any, output: Any) -> Any:
         return output
@@ -151,7 +155,17 @@ class Method:
 
 
 @pytest.mark.parametrize(
-    "f", [three, rest, with_default, Method().three, lambda *all_: all_[-1], partial(three)]
+    "f",
+    [
+        three,
+        rest,
+        with_default,
+        only_the_module_is_required,
+        lambda m, i=(), o=0: o,
+        Method().three,
+        lambda *all_: all_[-1],
+        partial(three),
+    ],
 )
 def test_check_function_passes_all_arguments(f: Callable[..., Any]) -> None:
     made = check_function("Hook", f, *SEEN)
@@ -172,6 +186,7 @@ def test_check_function_passes_all_arguments(f: Callable[..., Any]) -> None:
         nn.ReLU(),
         lambda o: o,
         lambda o, k=2: o,
+        lambda o, name="a", k=2: o,
         lambda o=None: o,
         Method().one,
         Method(),

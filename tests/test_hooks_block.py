@@ -200,3 +200,79 @@ def test_calls_of_a_hook_that_keeps_the_last_are_refused_by_name(x: Tensor) -> N
 
     with pytest.raises(OptionError, match=r"Hook: \.calls of 'act'.* needs keep=\"all\""):
         _ = h.calls
+
+
+@pytest.mark.parametrize("keep", ["last", "all"])
+def test_entering_begins_anew(x: Tensor, keep: str) -> None:
+    net = nn.Sequential(nn.Linear(3, 3))
+    h = hook_outputs(net, keep=keep)
+    net(x)
+
+    with h:
+        net(x)
+        with h:
+            net(x)
+
+    assert h.n_calls == {"0": 2}
+    assert keep == "last" or len(h[0].calls) == 2
+
+
+def test_a_block_in_which_nothing_ran_has_nothing_of_the_calls_before_it(x: Tensor) -> None:
+    net = nn.Sequential(nn.Linear(3, 3))
+    h = hook_outputs(net)
+    net(x)
+
+    assert "not called" in reported(h)
+    assert (h.n_calls, list(h.stored)) == ({"0": 0}, [None])
+
+
+def test_calls_of_an_edit_are_numbered_from_the_entering_of_its_block(x: Tensor) -> None:
+    edit = edit_output(m := nn.Identity(), zero(), calls=0)
+    m(x)
+
+    with edit:
+        first, second = m(x), m(x)
+
+    assert first.sum() == 0
+    assert second.sum() == 6
+
+
+def test_a_gradient_of_an_earlier_block_does_not_displace_one_of_this(x: Tensor) -> None:
+    m = nn.Linear(3, 3)
+    with hook_output(m, grad=True, keep="all") as g, hook_output(m, grad=True) as last:
+        before = m(x), m(x)
+        before[1].sum().backward()
+    with g, last:
+        (3 * m(x)).sum().backward()
+        before[0].sum().backward()
+
+    assert [call[0].unique().tolist() for call in g.calls] == [[3.0]]
+    assert last.stored[0].unique().tolist() == [3.0]
+
+
+def test_a_stop_without_a_block_warns_that_the_forward_runs_to_its_end(x: Tensor) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    hook_outputs([net[0]], stop=True)
+
+    with pytest.warns(NeverFiredWarning, match=r"inside of a `with` only.* Write `with h:`"):
+        net(x)
+    net(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("shape", r"What it stored has it: write \.stored\.shape\."),
+        ("stord", r"Nearest: \.stored\. What it stored is in \.stored\."),
+        ("edit", r"Nearest: \.register\. What it stored is in \.stored\."),
+        ("output", r"What it stored is in \.stored\."),
+    ],
+)
+def test_a_name_that_a_hook_does_not_have_is_answered_by_the_one_that_is_meant(
+    x: Tensor, name: str, cure: str
+) -> None:
+    with hook_output(m := nn.Identity()) as h:
+        m(x)
+
+    with pytest.raises(AttributeError, match=rf"a Hook has no '{name}'\. {cure}"):
+        getattr(h, name)

@@ -1,6 +1,7 @@
 """`hook_function`: calls of torch functions, against what plain PyTorch computes."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+import hookkit
 from hookkit import ActivationStats, watch
-from hookkit.errors import ArgumentError, NeverFiredWarning, OptionError
+from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
 from hookkit.hooks import hook_function, hook_output
 from hookkit.selecting import select
+from hookkit.testing import RegModel
 
 
 class Attention(nn.Module):
@@ -230,13 +233,66 @@ def test_what_is_given_as_within_is_checked(net: nn.Sequential) -> None:
 def test_it_is_on_inside_the_block_only(net: nn.Sequential, x: Tensor) -> None:
     h = hook_function(F.relu, within=net)
     net(x)
-    assert (len(h), modes(), n_hooks(net)) == (0, 0, 0)
+    assert (h.removed, modes(), n_hooks(net)) == (True, 0, 0)
 
     with h:
         net(x)
     net(x)
 
     assert (len(h), h.removed, modes(), n_hooks(net)) == (2, True, 0, 0)
+    with pytest.raises(HookError, match="hooks on functions are on inside their `with` only"):
+        h.register()
+
+
+def test_hooks_that_were_never_entered_say_so_when_they_are_read(x: Tensor) -> None:
+    h = hook_function(F.relu)
+    h.remove()
+    F.relu(x)
+
+    for read in (lambda: h.stored, lambda: h.n_calls, lambda: len(h), lambda: h[0]):
+        with pytest.raises(HookError, match="has seen no call, as it was never entered"):
+            read()
+    assert repr(h) == "FunctionHooks(not entered yet)"
+    assert h.removed
+
+
+@pytest.mark.parametrize("keep", ["all", "last"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_hooks_that_are_removed_in_their_block_see_nothing_until_they_are_registered(
+    x: Tensor, keep: str, grad: bool
+) -> None:
+    with hook_function(F.relu, keep=keep, grad=grad) as h:
+        F.relu(x.requires_grad_()).sum().backward()
+        h.remove()
+        h.remove()
+        removed = h.removed
+        F.relu(2 * x).sum().backward()
+        h.register()
+        F.relu(3 * x).sum().backward()
+
+    assert removed
+    assert sum(h.n_calls.values()) == 2
+    assert len(h) == (2 if keep == "all" else 1)
+
+
+@pytest.mark.parametrize("f", ["F.relu", "torch.relu", "torch.Tensor.relu"])
+@pytest.mark.parametrize(("file", "counts"), [("hookkit_models.py", 1), ("hookkit/texts.py", 0)])
+def test_only_hookkits_own_calls_are_left_out(x: Tensor, file: str, counts: int, f: str) -> None:
+    home, names = Path(hookkit.__file__).parents[1], dict[str, Any](F=F, torch=torch)
+    exec(compile(f"def forward(x): return {f}(x)", home / file, "exec"), names)
+
+    with hook_function(F.relu, keep="none") as h:
+        names["forward"](x)
+        F.relu(x)
+
+    assert h.n_calls == {"relu": 1 + counts}
+
+
+def test_calls_of_the_models_that_hookkit_ships_count(x: Tensor) -> None:
+    with hook_function(torch.Tensor.mul, keep="none") as h:
+        RegModel()(x)
+
+    assert h.n_calls == {"mul": 1}
 
 
 def test_entering_it_again_begins_anew(net: nn.Sequential, x: Tensor) -> None:

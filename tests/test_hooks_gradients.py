@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from hookkit.editing import edit_grad, edit_output, scale
+from hookkit.errors import HookError
 from hookkit.hooks import Hook, hook_input, hook_inputs, hook_output, hook_outputs
 from hookkit.nested import leaves, tmap
 from hookkit.selecting import select
@@ -348,3 +351,79 @@ def test_a_backward_edit_replaces_the_gradient_of_the_input() -> None:
         m(x).sum().backward()
 
     assert not x.grad.any()
+
+
+def test_of_calls_that_a_reentrant_checkpoint_runs_again_the_last_ones_gradient_is_stored() -> None:
+    act, x = nn.Tanh(), torch.ones(2, requires_grad=True)
+
+    with hook_output(act, grad=True) as g:
+        y = x
+        for scale in (2.0, 3.0, 5.0):
+            y = scale * checkpoint(act, y, use_reentrant=True)
+        y.sum().backward()
+
+    assert g.stored[0].tolist() == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (2, 5, 4)])
+def test_gradients_at_a_linear_are_the_same_with_two_and_three_dimensions(
+    shape: tuple[int, ...],
+) -> None:
+    block = Calls(lambda m, x: m(x), nn.Linear(4, 3))
+    x = torch.ones(shape)
+
+    with hook_output(block.kids[0], grad=True) as g:  # a later hook comes later
+        y = block.kids[0](x)
+        y.register_hook(lambda grad: 10 * grad)
+        y.sum().backward()
+    with edit_grad(block, scale(10)), hook_output(block.kids[0], grad=True) as inner:
+        block(x).sum().backward()
+    with edit_grad(block.kids[0], scale(10)), hook_output(block, grad=True) as outer:
+        block(x).sum().backward()
+
+    assert [h.stored[0].unique().item() for h in (g, inner, outer)] == [1, 1, 10]
+
+
+def test_a_gradient_at_a_linear_whose_output_was_transposed_is_not_in_another_order() -> None:
+    m, w = nn.Linear(4, 3), torch.arange(30.0).view(5, 2, 3)
+
+    with edit_output(m, lambda o: o.transpose(0, 1)), hook_output(m, grad=True) as g:
+        (m(torch.ones(2, 5, 4)) * w).sum().backward()
+
+    assert torch.equal(g.stored[0], w)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_block_that_ends_in_an_identity_has_a_gradient_where_it_is_written_in_place(
+    written: bool,
+) -> None:
+    layer = nn.Sequential(nn.Linear(3, 3), nn.Identity())
+    x = torch.ones(2, 3)
+
+    with hook_outputs([layer, *layer], grad=True) as g:
+        h = layer(x)
+        h = h.add_(x) if written else h + x
+        (2 * h).sum().backward()
+
+    assert [call[0].unique().tolist() for call in g.stored] == [[2.0]] * 3
+
+
+def test_an_output_that_is_not_used_has_no_gradient_of_a_tensor_with_the_same_memory() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+
+    with hook_output(m := module(lambda x: ((y := 2 * x), y.view_as(y), y)), grad=True) as g:
+        m(x)[0].sum().backward()
+
+    assert g.stored[0].sum() == 6
+    assert g.stored[1:] == (None, None)
+
+
+@pytest.mark.parametrize("make", [hook_output, hook_input])
+def test_gradients_of_several_backward_passes_in_one_are_refused(make: Any) -> None:
+    m, x = nn.Linear(3, 2), torch.ones(3, requires_grad=True)
+
+    with pytest.raises(
+        HookError, match=r"Linear.*: several backward passes run as one.*one by one"
+    ):
+        with make(m, grad=True):
+            torch.autograd.grad(m(x), x, torch.eye(2), is_grads_batched=True)

@@ -185,10 +185,12 @@ class Registered:
         return fired
 
     def _begin(self) -> None:
-        """Registers it for a block, with nothing stored; does nothing where it is registered."""
-        if self.removed:
+        """Registers it for a block. Without such a block around this one it begins anew."""
+        if not self.switch.depth:
             for h in self._each():
-                h._clear()
+                if h.n_calls or h.last is not None or h.why:
+                    h._clear()
+        if self.removed:
             self.register()
 
     def __enter__(self) -> Self:

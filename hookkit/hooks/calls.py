@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from hookkit.errors import HookError
+from hookkit.errors import HookError, NeverFiredWarning, warn
 from hookkit.hooks.attach import graph_task, note, recomputing
 from hookkit.hooks.block import TRACED, StopForward
 from hookkit.hooks.grads import Receive, listen_inputs, listen_output
@@ -108,7 +108,7 @@ class Calls(Reading):
             return None
         receive = self._edit_grad(module) if self.switch.edit else self._store_grads(part)
         if not pre:
-            new = listen_output(module, args, kwargs, part, receive)
+            new = listen_output(module, args, kwargs, part, receive, self.switch.edit)
             return None if new is None else put(output, self.leaf, new)
         new = put(value, self.leaf, listen_inputs(module, value, part, receive))
         return tuple(new), new.kwargs
@@ -159,6 +159,13 @@ class Calls(Reading):
             if not block.waiting:  # one pass only: later ones are complete
                 block.waiting = None
                 raise StopForward(block)
+        elif block.stop and not block.depth and not block.warned:
+            block.warned = True
+            warn(
+                f"{block.who}: stop=True ends a forward inside of a `with` only, so this one runs "
+                "to its end. Write `with h:` around the model.",
+                NeverFiredWarning,
+            )
 
     def _expects(self, tensors: list[Tensor]) -> bool:
         """Whether gradients of this call, which gave or took `tensors`, are to come; counts it."""
@@ -185,10 +192,15 @@ class Calls(Reading):
     # finds no reference cycle that goes through the graph.
 
     def _store_grads(self, part: Any) -> Receive:
-        """What stores the gradients of `part`, of this call; of several calls `last` is the last
-        one's. A new backward pass begins anew.
+        """Return the function that receives the gradients of `part`, of this call.
+
+        `last` keeps those of the latest call; a new backward pass begins a new tuple.
         """
-        hook, n, call = ref(self), len(leaves(part)), self.n_calls
+        hook, n = ref(self), len(leaves(part))
+        # A checkpoint that runs several calls again gives all of them the same number, and their
+        # gradients arrive from the last call to the first: the first one to arrive is stored.
+        again = -1 if is_compiling() else graph_task()
+        source = (self.n_cleared, self.n_calls, again)
         task, grads = -1, list[Tensor | None]()
 
         def receive(i: int, grad: Tensor) -> None:
@@ -198,11 +210,20 @@ class Calls(Reading):
                 return
             if not grads or task != graph_task():
                 task, grads = graph_task(), [None] * n
-            grads[i] = store(grad, h.switch)
-            if call >= h.version:
-                h.last, h.version = tuple(grads), call
-            if h.all is not None:
-                h.all[call - 1] = tuple(grads)
+            try:
+                grads[i] = store(grad, h.switch)
+            except RuntimeError as e:
+                if "Batching rule" not in str(e):
+                    raise
+                raise HookError(
+                    f"{h.switch.who} on {h.label}: several backward passes run as one (with "
+                    "is_grads_batched=True, or vectorize=True of a Jacobian), and PyTorch cannot "
+                    "take their gradients apart. Run them one by one, or without the hook."
+                ) from e
+            if source > h.source or (source == h.source and (again < 0 or source is h.source)):
+                h.last, h.source = tuple(grads), source
+            if h.all is not None and source[0] == h.n_cleared:
+                h.all[source[1] - 1] = tuple(grads)
 
         return receive
 

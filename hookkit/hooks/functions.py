@@ -8,15 +8,16 @@ one: `F.relu`, `torch.relu_`, `x.relu`; `+` is `add`.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from inspect import currentframe
 from pathlib import Path
-from types import FunctionType, TracebackType
-from typing import Any, Self
+from types import FrameType, FunctionType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,7 +37,12 @@ Within = nn.Module | Modules | None
 Where = tuple[str, nn.Module | None] | None
 # Functions of Python inside which calls count: a checkpoint runs the model again in a backward.
 _OPEN = frozenset(("backward", "grad", "multi_head_attention_forward"))
-_HOME = str(Path(__file__).parents[1])
+# torch's modules of functions written in Python, which ask for modes themselves
+_FUNCTIONS = frozenset(
+    ("torch.overrides", "torch.nn.functional", "torch.functional", "torch._tensor")
+)
+_HOME = str(Path(__file__).parents[1]) + os.sep
+_MODELS = (f"{_HOME}testing.py", f"{_HOME}demo.py")  # which models a user may hook
 
 
 @lru_cache(1000)
@@ -72,7 +78,6 @@ class FunctionCall:
     """
 
     __slots__ = ("__weakref__", "function", "hook", "name", "owner")
-    _buffers: Mapping[str, Tensor] = {}  # a module's
 
     def __init__(self, name: str, owner: nn.Module | None, block: Block, leaf: str) -> None:
         self.name, self.function, self.owner = name, None, owner
@@ -114,10 +119,8 @@ class FunctionHooks(Hooks, TorchFunctionMode):
     def __init__(self, f: Any, within: Within, block: Block, numbered: bool = True) -> None:
         TorchFunctionMode.__init__(self)
         _check_torchs(block.who, f)
-        self.switch, self.hooks, self.numbered, self.on = block, [], numbered, False
-        self.wanted = {plain_name(f)}
+        self.switch, self.numbered, self.wanted = block, numbered, {plain_name(f)}
         self.within = None if within is None else _names_of(block, within)
-        self._reset()
 
     def _reset(self) -> None:
         self.hooks, self.calls = [], dict[str, FunctionCall]()
@@ -227,15 +230,48 @@ class FunctionHooks(Hooks, TorchFunctionMode):
     @property
     def removed(self) -> bool:
         """Whether it is off, as it is outside of its `with`."""
-        return not self.on
+        return not (self.switch.depth and self.switch.on)
+
+    def register(self) -> None:
+        """Turns it on again after `remove()`, inside of its `with`."""
+        if not self.switch.depth:
+            raise HookError(
+                f"{self.switch.who}: hooks on functions are on inside their `with` only. Write "
+                "`with h:` around the model."
+            )
+        self._turn(True)
+
+    def _remove(self) -> bool:
+        self._turn(False)
+        return all(h.fired for h in self._each())
+
+    def _turn(self, on: bool) -> None:
+        self.switch.on = on
+        for h in self._each():
+            h.registered = on
+
+    def _each(self) -> list[Hook]:
+        hooks: list[Hook] = vars(self).get("hooks", [])
+        return hooks
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Only for a name that is not there: the hooks, before the first `with`."""
+            if name == "hooks":
+                raise HookError(
+                    f"{self.switch.who}: it has seen no call, as it was never entered. Run the "
+                    "model in its `with`."
+                )
+            return super().__getattr__(name)
 
     def __enter__(self) -> Self:
         try:
-            if not self.on:
+            if not self.switch.depth:
                 self._reset()
             self.switch.enter(())
             TorchFunctionMode.__enter__(self)  # type: ignore[no-untyped-call]
-            self.on = True
+            self._turn(True)
         except BaseException:
             self.switch.leave()
             raise
@@ -244,8 +280,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
     def __exit__(
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> bool:
-        self.on = self.switch.depth > 1
-        if not self.on:
+        if self.switch.depth == 1:
             self.inside.clear()
         try:
             TorchFunctionMode.__exit__(self, kind, e, tb)  # type: ignore[no-untyped-call]
@@ -267,6 +302,8 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         raise HookError(f"{self.switch.who}: hooks on functions cannot be copied. Make new ones.")
 
     def __repr__(self) -> str:
+        if "hooks" not in vars(self):
+            return "FunctionHooks(not entered yet)"
         return f"Function{super().__repr__()}"
 
 
@@ -298,8 +335,11 @@ def _undispatched(func: FunctionType) -> FunctionType:
 
 def _is_hookkits() -> bool:
     """Whether hookkit itself makes this call, beside the model."""
-    file = sys._getframe(2).f_code.co_filename
-    return file.startswith(_HOME) and file != __file__
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") in _FUNCTIONS:
+        frame = frame.f_back
+    file = "" if frame is None else frame.f_code.co_filename
+    return file.startswith(_HOME) and file != __file__ and file not in _MODELS
 
 
 def _check_torchs(who: str, f: Any) -> None:

@@ -23,7 +23,12 @@ Receive = Callable[[int, Tensor], Any]
 
 
 def listen_output(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any, receive: Receive
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Any,
+    output: Any,
+    receive: Receive,
+    edits: bool = False,
 ) -> Any:
     """Has `receive` called for each leaf of `output`; called in a forward hook.
 
@@ -32,18 +37,30 @@ def listen_output(
     """
     if not torch.is_grad_enabled():
         return None
-    # Private: `Tensor._base`, see `snapshot`. A Linear on three dimensions gives a view of its
-    # matrix product, and the next in-place operation would take that from the hook.
-    if type(module) is nn.Linear and type(output) is Tensor and not torch.compiler.is_compiling():
-        base = output._base
-        own = base is not None and base.requires_grad and base.numel() == output.numel()
-        if own and not any(base is x or base is getattr(x, "_base", None) for x in args):
-            base.register_hook(partial(_reshaped, receive, output.shape))  # type: ignore
-            return None
     users = [*args, *kwargs.values()]
     free = _free(output, lambda x: any(x is given for given in users))
-    new = _listen(output, (args, kwargs), receive, free)
+    new = _listen(output, (args, kwargs), receive, free, partial(_base_of, module, edits))
     return None if new is output else new
+
+
+def _base_of(module: nn.Module, edits: bool, t: Tensor) -> Tensor | None:
+    """The tensor whose gradient `t`, an output of `module`, has if `t` is written in place."""
+    if torch.compiler.is_compiling() or t.layout is not torch.strided or t.is_nested:
+        return None
+    # Private: `Tensor._base`, the tensor that a view is of (since before 2.0). There is no public
+    # name; without it a view that is written in place has no gradient.
+    base = t._base
+    if base is None or base.grad_fn is None:
+        return None
+    # A Linear on three dimensions gives a view of its matrix product, which has no other use.
+    if type(module) is nn.Linear and base.numel() == t.numel():
+        return base if base.is_contiguous() and t.is_contiguous() else None
+    # The same tensor once more, as handed on here or by a hook on a module inside. It may have
+    # other uses, whose gradient an edit must not change.
+    same = base.shape == t.shape and base.stride() == t.stride()
+    made: Any = t.grad_fn
+    direct = same and any(node is base.grad_fn for node, _ in made.next_functions)
+    return base if direct and not edits else None
 
 
 def listen_inputs(module: nn.Module, inputs: Inputs, part: Any, receive: Receive) -> Any:
@@ -67,27 +84,52 @@ def _free(x: Any, is_users: Callable[[Any], bool]) -> list[bool]:
     return [False] * len(leaves(x))
 
 
-def _listen(x: Any, given: Any, receive: Receive, free: list[bool]) -> Any:
+def _listen(
+    x: Any,
+    given: Any,
+    receive: Receive,
+    free: list[bool],
+    base_of: Callable[[Tensor], Tensor | None] = lambda t: None,
+) -> Any:
     """`x` with a hook on each tensor; views where it is among `given`, a leaf, or there twice.
 
     Only those that are `free` are exchanged.
     """
     # by identity, as a graph of torch.compile would be guarded by ids
-    others = [*leaves(x), *leaves(given)]
-    numbers = iter(range(len(leaves(x))))
+    own, others = leaves(x), leaves(given)
+    numbers = iter(range(len(own)))
 
     def one(t: Tensor) -> Tensor:
         i = next(numbers)
         if not t.requires_grad:
             return t
-        if free[i] and (t.is_leaf or sum([t is other for other in others]) > 1):
+        if free[i] and (t.is_leaf or sum([t is other for other in (*own, *others)]) > 1):
             t = t.view_as(t) if t.layout is torch.strided and not t.is_nested else t
-        t.register_hook(partial(receive, i))  # type: ignore[no-untyped-call]
+        base = base_of(t)
+        if base is None or any(base is other for j, other in enumerate(own) if j != i):
+            t.register_hook(partial(receive, i))  # type: ignore[no-untyped-call]
+        else:
+            _listen_to_both(t, base, partial(receive, i))
         return t
 
     return tmap(one, x)
 
 
-def _reshaped(receive: Receive, shape: torch.Size, grad: Tensor) -> Any:
-    new = receive(0, grad.reshape(shape))
-    return None if new is None else new.reshape(grad.shape)
+def _listen_to_both(t: Tensor, base: Tensor, receive: Callable[[Tensor], Any]) -> None:
+    """Has `receive` called with the gradient of `t`, a view of `base`, or else that of `base`.
+
+    An in-place operation on a view takes its hooks out of the graph, and leaves those of its base.
+    """
+    arrived, shape = False, t.shape
+
+    def at_view(grad: Tensor) -> Any:
+        nonlocal arrived
+        arrived = True
+        return receive(grad)
+
+    def at_base(grad: Tensor) -> Any:
+        new = None if arrived else receive(grad.reshape(shape))
+        return None if new is None else new.reshape(grad.shape)
+
+    t.register_hook(at_view)  # type: ignore[no-untyped-call]
+    base.register_hook(at_base)  # type: ignore[no-untyped-call]

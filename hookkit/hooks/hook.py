@@ -116,6 +116,7 @@ class Hook(Calls, Registered):
 
     def _clear(self) -> None:
         self.n_calls, self.last, self.all, self.version, self.why = 0, None, None, -1, ""
+        self.source, self.n_cleared = (), self.n_cleared + 1
 
     def _each(self) -> tuple[Hook]:
         return (self,)

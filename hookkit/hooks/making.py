@@ -34,8 +34,9 @@ def hook_output(
     arrived), filled in by the backward pass: that of all uses of the tensor, as `retain_grad()`
     gives it. So where the module makes one of its outputs from another, that use counts. Where it
     returns its input, or one tensor twice, each place has a gradient of its own, but in a list or
-    dict that it was given. A view whose memory is written in place later has none. For values and
-    gradients of one run make two hooks:
+    dict that it was given; an input that it returns, and that is written in place or not used
+    after it, has the gradient of all its uses. Any other view whose memory is written in place
+    later has none. For values and gradients of one run make two hooks:
     `with hook_outputs(ms) as v, hook_outputs(ms, grad=True) as g:`.
 
     Args:

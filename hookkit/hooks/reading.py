@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookkit import ranks
 from hookkit.checks import OfLast
-from hookkit.errors import CompiledWarning, OptionError, OverwrittenWarning, warn
+from hookkit.errors import CompiledWarning, OptionError, OverwrittenWarning, nearest, warn
 from hookkit.hooks.attach import HookEntry, brief
 from hookkit.hooks.block import NOT_WANTED, Block
 from hookkit.hooks.eager import has_compiled
@@ -57,6 +57,8 @@ class Reading(HookEntry):
     last: Any = None
     all: list[Any] | None = None
     version = -1
+    source: tuple[int, ...] = ()  # which call the gradients in `last` are of
+    n_cleared = 0
     why = ""
 
     @property
@@ -133,9 +135,12 @@ class Reading(HookEntry):
 
         def __getattr__(self, name: str) -> Any:
             """Only for a name that is not there: what somebody looks for in the tensor."""
-            of_it = "" if name in ("output", "outputs", "value", "grad") else f".{name}"
-            cure = f"what it stored is in .stored. Write .stored{of_it}."
-            raise AttributeError(f"a Hook has no {name!r}: {cure}", name=name, obj=self)
+            own = {n for n in dir(type(self)) if n[0] != "_"}.difference(HookEntry.__slots__)
+            near = "".join(f"Nearest: .{n}. " for n in nearest(name, own, n=1))
+            cure = f"{near}What it stored is in .stored."
+            if hasattr(self.last, name):
+                cure = f"What it stored has it: write .stored.{name}."
+            raise AttributeError(f"a Hook has no {name!r}. {cure}", name=name, obj=self)
 
     @property
     def fired(self) -> bool:
