@@ -257,22 +257,3 @@ def test_a_stop_without_a_block_warns_that_the_forward_runs_to_its_end(x: Tensor
     with pytest.warns(NeverFiredWarning, match=r"inside of a `with` only.* Write `with h:`"):
         net(x)
     net(x)
-
-
-@pytest.mark.parametrize(
-    ("name", "cure"),
-    [
-        ("shape", r"What it stored has it: write \.stored\.shape\."),
-        ("stord", r"Nearest: \.stored\. What it stored is in \.stored\."),
-        ("edit", r"Nearest: \.register\. What it stored is in \.stored\."),
-        ("output", r"What it stored is in \.stored\."),
-    ],
-)
-def test_a_name_that_a_hook_does_not_have_is_answered_by_the_one_that_is_meant(
-    x: Tensor, name: str, cure: str
-) -> None:
-    with hook_output(m := nn.Identity()) as h:
-        m(x)
-
-    with pytest.raises(AttributeError, match=rf"a Hook has no '{name}'\. {cure}"):
-        getattr(h, name)

@@ -422,8 +422,6 @@ def test_an_output_that_is_not_used_has_no_gradient_of_a_tensor_with_the_same_me
 def test_gradients_of_several_backward_passes_in_one_are_refused(make: Any) -> None:
     m, x = nn.Linear(3, 2), torch.ones(3, requires_grad=True)
 
-    with pytest.raises(
-        HookError, match=r"Linear.*: several backward passes run as one.*one by one"
-    ):
-        with make(m, grad=True):
-            torch.autograd.grad(m(x), x, torch.eye(2), is_grads_batched=True)
+    refused = pytest.raises(HookError, match=r"Linear.*: several backward passes run as one")
+    with refused, make(m, grad=True):
+        torch.autograd.grad(m(x), x, torch.eye(2), is_grads_batched=True)

@@ -33,6 +33,8 @@ def net() -> nn.Module:
         (lambda h: h["fc1"].shape, r"Write \.stored\.shape\."),
         (lambda h: h["fc1"].mean(), r"Write \.stored\.mean\."),
         (lambda h: h["fc1"].output, r"Write \.stored\."),
+        (lambda h: h["fc1"].stord, r"nearest: \.stored; what it stored is in \.stored\."),
+        (lambda h: h["fc1"].edit, r"has no 'edit': nearest: .*Write \.stored\."),
         (lambda h: h.fc1, r'read by name: h\["fc1"\]\.'),
         (lambda h: h.nothing, r"Hooks have no 'nothing'\.$"),
     ],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import HookError, NeverFiredWarning, warn
-from hookkit.hooks.attach import graph_task, note, recomputing
+from hookkit.hooks.attach import graph_task, is_tracing, note, recomputing
 from hookkit.hooks.block import TRACED, StopForward
 from hookkit.hooks.grads import Receive, listen_inputs, listen_output
 from hookkit.hooks.parts import check_grad, check_same, new_inputs, part_at
@@ -170,7 +170,7 @@ class Calls(Reading):
     def _expects(self, tensors: list[Tensor]) -> bool:
         """Whether gradients of this call, which gave or took `tensors`, are to come; counts it."""
         block = self.switch
-        if torch.jit.is_tracing():
+        if not is_compiling() and is_tracing():
             self.why = self.why or "torch.jit.trace ran it, where no gradient is hooked"
             return False
         again = not is_compiling() and graph_task() != -1

@@ -136,11 +136,10 @@ class Reading(HookEntry):
         def __getattr__(self, name: str) -> Any:
             """Only for a name that is not there: what somebody looks for in the tensor."""
             own = {n for n in dir(type(self)) if n[0] != "_"}.difference(HookEntry.__slots__)
-            near = "".join(f"Nearest: .{n}. " for n in nearest(name, own, n=1))
-            cure = f"{near}What it stored is in .stored."
-            if hasattr(self.last, name):
-                cure = f"What it stored has it: write .stored.{name}."
-            raise AttributeError(f"a Hook has no {name!r}. {cure}", name=name, obj=self)
+            has = hasattr(self.last, name)
+            near = "" if has else "".join(f"nearest: .{n}; " for n in nearest(name, own, n=1))
+            cure = f"{near}what it stored is in .stored. Write .stored{f'.{name}' if has else ''}."
+            raise AttributeError(f"a Hook has no {name!r}: {cure}", name=name, obj=self)
 
     @property
     def fired(self) -> bool:
