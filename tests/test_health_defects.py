@@ -145,6 +145,24 @@ def test_of_losses_alone_the_first_and_the_first_nan_count_and_unknown_ones_do_n
         assert (found[0].severity, found[0].steps) == ("error", (50,))
 
 
+def test_losses_that_are_all_nan_are_known_and_an_error():
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model, opt) as w:
+        for _ in range(20):
+            loss = model(torch.randn(4, 8)).mean() * math.nan
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            w.loss(loss)
+
+    run, found = w.run_record(), w.diagnose()
+    assert (len(run.losses), run.n_steps, found.n_steps) == (20, 20, 20)
+    assert np.isnan(run.losses).all()
+    assert (found[0].rule, found[0].severity, found[0].steps) == ("non_finite", "error", (0,))
+    assert "losses" not in found.not_judged
+
+
 def test_an_incident_of_the_flight_recorder_is_the_finding():
     model = net()
     opt = torch.optim.SGD(model.parameters(), 0.1)

@@ -92,6 +92,30 @@ def test_a_loss_that_the_model_returns_is_found(kind: str, reported: bool):
     np.testing.assert_allclose(w.losses, want, rtol=1e-5)
 
 
+def test_values_reported_before_the_first_batch_and_several_times_in_an_epoch_are_all_kept():
+    model = net()
+    opt = sgd(model)
+
+    with watch(model, opt) as w:
+        w.epoch(valid_loss=9.0)  # of the untrained model
+        for epoch in range(2):
+            for part in range(2):
+                train(model, opt, 2)
+                w.note(valid_loss=10.0 * epoch + part)
+                w.note(accuracy=0.5)
+            train(model, opt, 1)
+            w.epoch(seconds=1.0)
+
+    rows = w.run_record().valid
+    assert [(r["epoch"], r["step"], r.get("valid_loss")) for r in rows] == [
+        *[(0, 0, 9.0), (0, 1, 0.0), (0, 4, 1.0)],
+        *[(1, 6, 10.0), (1, 9, 11.0)],
+    ]
+    assert [r.get("accuracy") for r in rows] == [None, 0.5, 0.5, 0.5, 0.5]
+    assert [r.get("seconds") for r in rows] == [None, None, 1.0, None, 1.0]
+    assert "10 steps in 2 epochs" in repr(w)
+
+
 class Ranks(nn.Module):
     """A model of two towers, such as CLIP: it returns a scale beside both."""
 

@@ -41,6 +41,11 @@ class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
         """Adds what the module has logged in its own `on_train_epoch_end`, which comes later."""
         self.note(**self._new_metrics(trainer))
 
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Adds the metrics of one validation: an epoch may have several."""
+        if not trainer.sanity_checking:
+            self.note(**self._new_metrics(trainer))
+
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Marks the epoch; its validation, if it has one, has run."""
         self.epoch(**self._new_metrics(trainer))

@@ -47,8 +47,9 @@ class View:
         at = np.flatnonzero(np.isfinite(losses))
         self.losses = losses[at]
         gap = int(np.diff(at, prepend=-1).max()) if len(at) else 0
-        broke = len(at) and len(losses) - 1 - at[-1] > 2 * gap
-        self.broke = int(at[-1]) + 1 if broke else None
+        self.broke = int(at[-1]) + 1 if len(at) and len(losses) - 1 - at[-1] > 2 * gap else None
+        if len(losses) and not len(at) and run.info.get("nan_losses"):
+            self.broke = int(run.info.get("first_step", 0))  # from the first step on
         self.start, self.end = _levels(self.losses)
 
     def lacks(self, need: str) -> str:

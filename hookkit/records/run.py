@@ -101,7 +101,8 @@ class Run(Plain, Exports, Views):
         params: of weights, their gradients and updates.
         losses: (n_steps,) float64 training loss by optimizer step, NaN where unknown.
         valid: per epoch a dict such as `{"epoch": 0, "step": 99, "valid_loss": …}`: its number,
-            its last step where that is known, `train_loss`, and what the loop reported of it.
+            its last step where that is known, `train_loss`, and what the loop reported of it. An
+            epoch with several validations has a dict for each.
         grad_norms: (n_steps,) float64 global gradient norm, NaN where unknown. Where a long record
             merged steps, the norm of the parameters' mean norms, at the first of these steps.
         incidents: from the flight recorder.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookkit.callbacks.losses import Floats
+from hookkit.callbacks.losses import LossHistory
 from hookkit.checks import kind_of
 from hookkit.errors import ArgumentError
 from hookkit.nested import named_leaves
@@ -47,24 +47,33 @@ def one_number(loss: Any) -> Tensor:
     return value if value.dim() == 0 else value.reshape(())
 
 
-def epoch_rows(spans: list[dict[str, Any]], losses: Floats) -> list[dict[str, Any]]:
-    """The epochs as a `Run` has them: number, last step, mean training loss, reported values.
+def epoch_rows(
+    spans: list[dict[str, Any]], losses: LossHistory, n_steps: int
+) -> list[dict[str, Any]]:
+    """Return the epochs as a `Run` has them: number, last step, mean loss, reported values.
 
-    From `WatchedLoop.spans`, and (n_steps,) losses, NaN where one is not known.
+    Args:
+        spans: those of a `WatchedLoop`.
+        losses: of its batches: a step's is the mean of those that are known.
+        n_steps: how many steps there are.
 
-    >>> epoch_rows([{"epoch": 0, "step": 0, "valid_loss": 0.5}], np.array([1.0, np.nan, 3.0]))
+    >>> losses = LossHistory()
+    >>> for step, loss in (0, 1.0), (2, 3.0):
+    ...     losses.begin(step); losses.put(torch.tensor(loss))
+    >>> epoch_rows([{"epoch": 0, "step": 0, "valid_loss": 0.5}], losses, 3)
     [{'epoch': 0, 'step': 2, 'train_loss': 2.0, 'valid_loss': 0.5}]
     """
     rows = []
-    ends = [span["step"] for span in spans[1:]] + [len(losses)]
+    by_step, known = losses.by_step(n_steps), np.unique(losses.steps())
+    ends = [span["step"] for span in spans[1:]] + [n_steps]
     for span, end in zip(spans, ends, strict=False):  # before the first epoch there is an end
         reported = dict(span)
         first, row = reported.pop("step"), {"epoch": reported.pop("epoch")}
-        if end > first:
-            row["step"] = end - 1
-        known = losses[first:end][~np.isnan(losses[first:end])]
-        if len(known):
-            row["train_loss"] = float(known.mean())
+        if end > first or reported:
+            row["step"] = max(end - 1, 0)
+        own = known[(known >= first) & (known < end)]
+        if len(own):
+            row["train_loss"] = float(by_step[own].mean())  # NaN if one of them is
         rows.append(row | {k: _plain(v) for k, v in reported.items()})
     return rows
 
