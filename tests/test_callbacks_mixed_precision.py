@@ -13,6 +13,7 @@ from torch import nn
 from hookkit import (
     ActivationStats,
     Callback,
+    CancelBackwardException,
     CancelBatchException,
     CancelFitException,
     CancelStepException,
@@ -148,6 +149,7 @@ def test_a_step_that_overflows_is_left_out_and_nothing_moves(fused: bool) -> Non
         ("before_step", CancelBatchException, 5),
         ("after_step", CancelBatchException, 6),
         ("after_pred", CancelBatchException, 5),
+        ("before_backward", CancelBackwardException, 5),
     ],
 )
 def test_the_batches_after_a_cancelled_one_are_trained(event: str, kind: Any, n_steps: int) -> None:

@@ -287,7 +287,7 @@ def test_a_cancelled_batch_records_nothing_and_a_part_cancelled_as_it_began_is_n
     assert learn.recorder.values[-1][0] is not None
 
 
-@pytest.mark.parametrize("order", [0, 51])  # before and after the Recorder
+@pytest.mark.parametrize("order", [-20, 0, 51])  # around TrainEvalCallback and Recorder
 def test_a_part_that_every_other_epoch_leaves_out_is_none_and_not_the_last_one_again(
     order: int,
 ) -> None:
