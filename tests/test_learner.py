@@ -30,7 +30,7 @@ from hookkit.callbacks import (
     TrainEvalCallback,
 )
 from hookkit.data import DataLoaders
-from hookkit.errors import ArgumentError, ModelRunError, OptionError
+from hookkit.errors import ArgumentError, HookkitWarning, ModelRunError, OptionError
 from hookkit.learner import Learner
 from hookkit.recording import HookCallback
 from hookkit.stats import ActivationStats, GradientStats
@@ -533,6 +533,17 @@ def test_what_goes_wrong_with_a_batch_is_said_beside_pytorchs_own_error() -> Non
     batches = (b for b in [(torch.ones(2, 1), torch.ones(2, 1))] * 3)
     with pytest.raises(ModelRunError, match=r"gave no batch. A generator can be read only once"):
         quiet(data=(batches, None)).fit(2)
+
+
+def test_a_validation_without_a_batch_is_an_error_and_within_a_fit_a_warning() -> None:
+    dls = synth_dbunch().train, []
+    learn = plain(dls, RegModel(), loss_func=nn.MSELoss())
+
+    with pytest.warns(HookkitWarning, match="the validation loader gave no batch"):
+        learn.fit(1)
+    for ask in (learn.validate, learn.get_preds):
+        with pytest.raises(ModelRunError, match="the loader gave no batch"):
+            ask()
 
 
 # --- devices

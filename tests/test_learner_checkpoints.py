@@ -82,7 +82,7 @@ def test_weights_and_optimizer_are_loaded_or_a_state_dict_alone(tmp_path: Path) 
     learn.load(tmp_path / "net")
     torch.testing.assert_close(learn.model.state_dict(), net.state_dict(), rtol=0, atol=0)
     with pytest.raises(RuntimeError, match="Missing key"):
-        quiet(path=tmp_path).load("best")
+        quiet(path=tmp_path).load("best", with_opt=False)
 
 
 def test_a_file_is_found_as_its_path_is_written_and_has_the_plain_models_names(
@@ -102,6 +102,21 @@ def test_a_file_is_found_as_its_path_is_written_and_has_the_plain_models_names(
         learn.load(path)
     with pytest.raises(OptionError, match=r"load: models/rum\.pth does not exist\..* has run\."):
         learn.load("rum")
+
+
+def test_the_state_of_another_optimizer_is_refused_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
+    learn, other = learner(tmp_path), learner(tmp_path)
+    learn.fit(1)
+    learn.save("run")
+    other.opt_func = torch.optim.SGD
+    before = {name: t.clone() for name, t in other.model.state_dict().items()}
+
+    with pytest.raises(OptionError, match=r"another optimizer, with .*'betas'.* this one is SGD"):
+        other.load("run")
+
+    torch.testing.assert_close(dict(other.model.state_dict()), before, rtol=0, atol=0)
 
 
 def saves_and_loads_shards(rank: int, folder: Path) -> None:

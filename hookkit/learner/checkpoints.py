@@ -51,18 +51,33 @@ def take(learn: Any, state: dict[str, Any], with_opt: bool, strict: bool) -> Non
     """Load the weights and, with `with_opt`, the optimizer's state, if the file has it.
 
     The optimizer keeps its own settings: those in the file may be of the middle of a schedule.
+    Raises an OptionError, before anything is loaded, if the state is of another kind of optimizer.
     """
-    model = unwrap(learn.model)
+    model, with_opt = unwrap(learn.model), with_opt and "opt" in state
+    if with_opt:
+        if learn.opt is None:
+            learn.create_opt()
+        _check_kind(learn.opt, state["opt"])
     if ranks.is_sharded(model):
         ranks.load_whole_state(model, state["model"], strict)
     else:
         model.load_state_dict(state["model"], strict=strict)
-    if with_opt and "opt" in state:
-        if learn.opt is None:
-            learn.create_opt()
+    if with_opt:
         own = [{k: v for k, v in g.items() if k != "params"} for g in learn.opt.param_groups]
         learn.opt.load_state_dict(state["opt"])
         for group, settings in zip(learn.opt.param_groups, own, strict=True):
             params = group["params"]
             group.clear()
             group.update(settings, params=params)
+
+
+def _check_kind(opt: Any, state: dict[str, Any]) -> None:
+    """Raise an OptionError if the state has other settings than `opt`, and lacks some of them."""
+    own, theirs = set(opt.param_groups[0]), set(state["param_groups"][0])
+    theirs -= {"initial_lr", "max_lr", "min_lr"}  # of schedules
+    if own - theirs and theirs - own:  # another version of torch has more of them, or less
+        raise OptionError(
+            f"load: the file has the state of another optimizer, with {sorted(theirs - own)}, and "
+            f"this one is {type(opt).__name__}. Use learn.load(…, with_opt=False), or give the "
+            f"Learner the same opt_func."
+        )
