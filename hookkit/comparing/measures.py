@@ -15,15 +15,13 @@ from hookkit.nested import Parts
 
 _CHUNK = 2**16  # elements that are converted at a time: what they take stays in the cache
 
-# What `torch.testing.assert_close` allows: relative and absolute tolerance by dtype; 0 for others.
+# The relative and absolute tolerance of `torch.testing.assert_close`, by the dtype of a value or
+# of the parts of a complex one; 0 for other dtypes.
 _TOLERANCES = {
     torch.float16: (1e-3, 1e-5),
     torch.bfloat16: (1.6e-2, 1e-5),
     torch.float32: (1.3e-6, 1e-5),
     torch.float64: (1e-7, 1e-7),
-    torch.complex32: (1e-3, 1e-5),
-    torch.complex64: (1.3e-6, 1e-5),
-    torch.complex128: (1e-7, 1e-7),
 }
 
 
@@ -63,7 +61,7 @@ def difference(
     >>> difference(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]), 0.0, 0.1)
     Difference(max_abs=0.5, rel=0.1, cosine=0.9984603532054123, n_different=1)
     """
-    usual = [_TOLERANCES.get(t.dtype, (0.0, 0.0)) for t in (a, b)]
+    usual = [_TOLERANCES.get(t.dtype.to_real(), (0.0, 0.0)) for t in (a, b)]
     rtol = max(r for r, _ in usual) if rtol is None else rtol
     atol = max(t for _, t in usual) if atol is None else atol
     # on the CPU, since some accelerators have no float64

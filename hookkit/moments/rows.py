@@ -58,7 +58,11 @@ def plain(t: Tensor) -> Tensor | None:
         return None
     if is_transformed(t) or not has_numbers(t.dtype):
         return None
-    return t.abs() if t.is_complex() else t.resolve_neg()
+    if not t.is_complex():
+        return t.resolve_neg()
+    # the magnitude of two half-precision parts may overflow in half precision, and torch 2.14 has
+    # no `abs` for bcomplex32
+    return (t.to(torch.complex64) if t.dtype.itemsize < 8 else t).abs()
 
 
 def _has_storage(t: Tensor) -> bool:
