@@ -1,17 +1,32 @@
-"""Training with hooks, statistics and everything else on is training without, to the last bit."""
+"""Training with hooks, statistics and everything else on is training without, to the last bit.
+
+And a pass without learning leaves everything as it was that a later fit sees.
+"""
 
 import copy
 import random
+import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from learners import RNNNet, conv_net
+from learners import RNNNet, conv_net, quiet
 from torch import Tensor, nn
 
-from hookkit.callbacks import Callback
+from hookkit.callbacks import (
+    Callback,
+    CSVLogger,
+    EarlyStoppingCallback,
+    GradientAccumulation,
+    GradientClip,
+    LogTo,
+    MixedPrecision,
+    SaveModelCallback,
+    SchedulerCallback,
+)
 from hookkit.recording import HookCallback
 from hookkit.testing import mlp, synth_learner
 
@@ -123,3 +138,89 @@ def test_a_guest_that_draws_a_random_number_is_caught() -> None:
     noisy = Callback(after_pred=lambda cb: torch.rand(1))
 
     assert trained("in place", [noisy])[1] != trained("in place", [])[1]
+
+
+# --- a pass without learning
+
+# its result, what a user's own hooks have seen in it, and a cache
+LEFT_OUT = {"final_record", "last", "n_calls", "_batch_count", "_last_iter", "_by_event"}
+
+
+def all_of(x: Any, around: tuple[int, ...] = ()) -> Any:
+    """Everything that `x` holds, as values that no later change reaches."""
+    if isinstance(x, Tensor):
+        grad = x.grad if x.is_leaf else None
+        return str(x.dtype), x.requires_grad, x.detach().tolist(), all_of(grad)
+    if isinstance(x, np.ndarray):
+        return x.tolist()
+    if id(x) in around or isinstance(x, (type, types.ModuleType, types.FunctionType)):
+        return id(x)
+    around = (*around, id(x))
+    if isinstance(x, dict):
+        return {k: all_of(v, around) for k, v in x.items() if k not in LEFT_OUT}
+    if isinstance(x, (list, tuple)):
+        return [all_of(v, around) for v in x]
+    if hasattr(x, "__dict__"):
+        return type(x).__name__, all_of(vars(x), around)
+    return x
+
+
+def changes(a: Any, b: Any, path: str = "") -> set[str]:
+    """Where two results of `all_of` differ; what is not there counts as False."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        found = (changes(a.get(k, False), b.get(k, False), f"{path}.{k}") for k in a.keys() | b)
+        return set().union(*found)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
+        pairs = enumerate(zip(a, b, strict=True))
+        return set().union(*(changes(*pair, f"{path}[{i}]") for i, pair in pairs))
+    return set() if a == b or (a != a and b != b) else {path}
+
+
+def everything(folder: Path, amp: str) -> list[Any]:
+    """A callback of each kind."""
+    half = lambda opt, n: torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)  # noqa: E731
+    observers = [*stats_callbacks(), HookCallback(hook=lambda m, i, o: o), Callback()]
+    files = [SaveModelCallback(), CSVLogger(), LogTo(folder / "a.jsonl", every=1)]
+    steps = [MixedPrecision(amp), GradientClip(1.0), GradientAccumulation(2)]
+    return [*observers, *files, *steps, SchedulerCallback(half), EarlyStoppingCallback()]
+
+
+PASSES: dict[str, Callable[[Any], Any]] = {
+    "validate": lambda learn: learn.validate(),
+    "get_preds": lambda learn: learn.get_preds(with_input=True, with_loss=True),
+    "predict": lambda learn: learn.predict(learn.dls.valid_ds[0][0]),
+    "summary": lambda learn: learn.summary(),
+}
+
+
+@pytest.mark.parametrize("amp", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_without_learning_changes_nothing_of_the_learner(
+    name: str, amp: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    layers = nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)
+    learn = quiet(n_trn=4, model=nn.Sequential(*layers), path=tmp_path, metrics=nn.L1Loss())
+    learn.add_cbs(everything(tmp_path, amp))
+    learn.fit(2)
+    learn.autocast = learn.autocast  # that of the class: a pass may put it back
+    learn.model.train()
+    learn.model[1].eval()
+    before = all_of(learn)
+
+    PASSES[name](learn)
+
+    assert changes(before, all_of(learn)) == set()
+
+
+def test_a_change_deep_within_a_learner_is_seen() -> None:
+    """The test of the test."""
+    learn = quiet(cbs=stats_callbacks())
+    before = all_of(learn)
+    learn.model.a.data += 1
+    learn.param_stats._copies = None
+
+    found = changes(before, all_of(learn))
+
+    assert any("._parameters.a" in path for path in found)
+    assert any("._copies" in path for path in found)
