@@ -11,7 +11,7 @@ ARGS          ?=
 WORKERS       ?= 2
 
 BIN   := $(VENV)/bin
-PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 STAMP := $(VENV)/.hookkit-installed
 INTEG := $(VENV)/.hookkit-integrations
 PEERS := $(VENV)/.hookkit-bench
