@@ -21,15 +21,17 @@ LIMIT = 300  # seconds from the start of a test to the start of the next one
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Set the limit, and keep the terminal before pytest captures what a test prints there."""
     global limit, terminal
-    # longer where pytest-xdist only waits for its workers: it names the test of one that has ended
+    # A process that waits for workers of pytest-xdist has more time than they have: it says which
+    # test a worker was running when that ended.
     limit = LIMIT if hasattr(config, "workerinput") else 2 * LIMIT
-    terminal = os.dup(2)  # what a test prints there is kept from it
+    terminal = os.dup(2)
 
 
 def pytest_runtest_logstart() -> None:
-    """Ends the process with the traces of its threads if no other test starts in time.
+    """End the process, and print the traces of its threads, if no other test starts in time.
 
-    pytest's own `faulthandler_timeout` does not count while a worker waits for its next test.
+    pytest's own `faulthandler_timeout` stops counting between two tests, where workers have hung.
     """
     faulthandler.dump_traceback_later(limit, exit=True, file=terminal)
