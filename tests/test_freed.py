@@ -171,3 +171,15 @@ def test_a_callback_whose_learner_no_longer_exists_says_so() -> None:
         _ = recorder.dls
     with pytest.raises(AttributeError, match=r"no longer exists\. Keep that one"):
         recorder.plot_loss()
+
+
+def test_a_watched_training_leaves_nothing_to_the_garbage_collector() -> None:
+    def use() -> None:
+        watched(net(), ActivationStats(True, units=True), GradientStats(), ParamStats())
+
+    use()  # PyTorch's first ones leave cycles of their own
+    gc.collect()
+
+    use()
+
+    assert gc.collect() == 0

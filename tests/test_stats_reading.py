@@ -176,3 +176,20 @@ def test_a_parameter_that_comes_back_has_not_moved_because_somebody_looked(look:
                 stats.record()
 
     assert stats.record().meta["moved"] == [False]
+
+
+def test_a_layer_of_a_record_is_found_by_its_name(recorded: Any) -> None:
+    stats, name = recorded.activation_stats.stats, recorded.activation_stats.names[1]
+
+    assert stats[-1][name] is stats[-1][1]
+    with pytest.raises(SelectionError, match=r"no layer 'fc'\. Its layers: .*stats\[-1\]\["):
+        stats[0]["fc"]
+    with pytest.raises(SelectionError, match=r"It is a list of records\. Write stats\[record\]"):
+        stats[name]
+    with pytest.raises(IndexError, match="and 99 is none of them"):
+        stats[99]
+
+
+def test_statistics_of_a_run_that_never_began_say_so() -> None:
+    with pytest.raises(IndexError, match=r"Nothing was recorded: .*learn\.fit or inside `with wat"):
+        watch(nn.Linear(2, 1), None, ActivationStats()).activation_stats.stats[0]

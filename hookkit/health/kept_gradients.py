@@ -48,7 +48,8 @@ class KeptGradients:
             plain = (p for p in params if isinstance(p, nn.Parameter) and _state(p.grad))
             p = next(plain, None)
             if p is not None and p.requires_grad:
-                self._followed[opt] = _Followed(p)
+                self._followed[opt] = followed = _Followed(p)
+                followed.attach()
 
     def remove(self) -> None:
         """Takes the hooks off; can be called at any time, and twice."""
@@ -74,14 +75,12 @@ class _Followed:
     def __init__(self, p: Any) -> None:
         self.n, self.kept = 0, True  # type: int, Tensor | bool
         self._p, self._left = p, _state(p.grad)
-        self._handles: list[Any] = []
-        self._attach()
 
-    def _attach(self) -> None:
-        self._handles.append(self._p.register_hook(lambda grad: self._before()))
-        self._handles.append(self._p.register_post_accumulate_grad_hook(lambda p: self._after()))
+    def attach(self) -> None:
+        self._p.register_hook(self._before)
+        self._p.register_post_accumulate_grad_hook(self._after)
 
-    def _before(self) -> None:
+    def _before(self, coming: Tensor) -> None:
         """A gradient has come, and is about to be added to what there is."""
         grad = self._p.grad
         if grad is None or self._left is None or _state(grad) != self._left:
@@ -90,7 +89,7 @@ class _Followed:
             with torch.no_grad():  # 0 by `grad.data.zero_()`, which leaves no other trace
                 self.kept = self.kept & (grad != 0).any()
 
-    def _after(self) -> None:
+    def _after(self, p: Tensor) -> None:
         self.n, self._left = self.n + 1, _state(self._p.grad)
 
     def is_autograd(self) -> bool:
@@ -99,8 +98,12 @@ class _Followed:
         return now is not None and self._left is not None and now[0] == self._left[0]
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        # Private: the dicts of a tensor's hooks, which handles delete from (since 0.4 and 2.1). A
+        # Ctrl-C may come after a hook is registered and before its handle is there.
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = getattr(self._p, name, None) or {}
+            for key in [k for k, f in hooks.items() if getattr(f, "__self__", None) is self]:
+                del hooks[key]
 
 
 def _state(grad: Tensor | None) -> tuple[int, int] | None:

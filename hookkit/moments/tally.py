@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 import torch
@@ -242,7 +243,8 @@ class Tally:
         if Tensor in {type(entry.row) for entry in entries.values()}:
             read = arriving(entries, self.options.bins)
         self._step, self._batch, self.n_records = {}, {}, n + 1
-        self.table.later((step, epoch, iteration), lambda: self._numbers(read(), n))
+        own: Any = ref(self)  # what waits in the table must not hold the tally that holds it
+        self.table.later((step, epoch, iteration), lambda: own()._numbers(read(), n))
 
     def _numbers(self, entries: Entries, n: int) -> Numbers:
         """The numbers of record `n`; called once, in the order of records."""

@@ -13,7 +13,7 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor
 
-from hookkit.errors import OptionError, warn
+from hookkit.errors import OptionError, SelectionError, nearest, warn
 from hookkit.moments.reading import is_clamped
 from hookkit.records import Exports, Record
 from hookkit.stats.stats_callback import StatsCallback
@@ -22,9 +22,33 @@ _MOST_ROWS = 12  # layers shown; of more, the first and the last half of these
 
 
 class StatsList(L):  # type: ignore[misc]
-    """`stats[batch][layer]["mean"]`: an `L` of records, each an `L` of dicts; shown as a table."""
+    """`stats[batch][layer]["mean"]`: a list of records, each a list of dicts, by number or name.
 
-    labels: tuple[str, ...] = ()  # of the layers
+    Attributes:
+        labels: of the layers, for the table as which the records are shown.
+        names: of the layers, in one record.
+    """
+
+    labels: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, str):
+            if i not in self.names:
+                some = ", ".join(nearest(i, list(self.names)) or self.names[:5])
+                there = f"Its layers: {some}" if some else "It is a list of records"
+                raise SelectionError(
+                    f"stats has no layer {i!r}. {there}. Write stats[record][layer], such as "
+                    f'stats[-1][0] or stats[-1]["{some.partition(",")[0] or "fc"}"].'
+                )
+            i = self.names.index(i)
+        if isinstance(i, (int, np.integer)) and not -len(self) <= i < len(self):
+            raise IndexError(
+                f"stats[…] has {len(self)} entries, and {i} is none of them."
+                + " Nothing was recorded: a recorder records while its model trains, in learn.fit "
+                "or inside `with watch(model, opt, recorder) as w:`." * (not len(self))
+            )
+        return super().__getitem__(i)
 
     def tensor(self) -> Tensor:
         """(2, n_modules, n_batches) float32, mean and std on the first axis, as in fastai v1."""
@@ -195,12 +219,14 @@ class LayerStats(Exports, StatsCallback):
 def _listed(record: Record, rows: list[int]) -> StatsList:
     """`rows` of `record`, as a list of its steps."""
     tables = {name: table[rows].T.tolist() for name, table in record.values.items()}
-    stats = StatsList()
+    stats, names = StatsList(), tuple(record.names[row] for row in rows)
     for i in range(len(record)):
-        layers = L({name: table[i][j] for name, table in tables.items()} for j in range(len(rows)))
+        each = ({name: table[i][j] for name, table in tables.items()} for j in range(len(rows)))
+        layers = StatsList(each)
         if record.hist is not None:
             for layer, row in zip(layers, rows, strict=True):
                 layer["hist"] = torch.from_numpy(record.hist[row, :, i].astype(np.float32))
+        layers.names = names
         stats.append(layers)
     stats.labels = tuple(record.labels[row] for row in rows)
     return stats
