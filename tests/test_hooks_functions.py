@@ -1,6 +1,7 @@
 """`hook_function`: calls of torch functions, against what plain PyTorch computes."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookkit
 from hookkit import ActivationStats, watch
+from hookkit.editing import edit_function, scale
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
 from hookkit.hooks import hook_function, hook_output
 from hookkit.selecting import select
@@ -273,6 +275,28 @@ def test_hooks_that_are_removed_in_their_block_see_nothing_until_they_are_regist
     assert removed
     assert sum(h.n_calls.values()) == 2
     assert len(h) == (2 if keep == "all" else 1)
+
+
+def test_hooks_that_are_entered_twice_see_each_call_once(x: Tensor) -> None:
+    with hook_function(F.relu) as h, edit_function(F.relu, scale(2)) as edit:
+        with h, edit:
+            inside = F.relu(x)
+        outside = F.relu(x)
+
+    assert torch.equal(inside, 2 * x.relu())
+    assert torch.equal(outside, inside)
+    assert len(h) == 2
+    assert modes() == 0
+
+
+def test_hooks_that_are_on_in_one_thread_are_not_entered_in_another(x: Tensor) -> None:
+    with hook_function(F.relu) as h, ThreadPoolExecutor(1) as pool:
+        with pytest.raises(HookError, match="are on in another thread"):
+            pool.submit(h.__enter__).result()
+        F.relu(x)
+
+    assert len(h) == 1
+    assert modes() == 0
 
 
 @pytest.mark.parametrize("f", ["F.relu", "torch.relu", "torch.Tensor.relu"])

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from inspect import currentframe
 from pathlib import Path
+from threading import get_ident
 from types import FrameType, FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
@@ -123,7 +124,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         self.within = None if within is None else _names_of(block, within)
 
     def _reset(self) -> None:
-        self.hooks, self.calls = [], dict[str, FunctionCall]()
+        self.hooks, self.calls, self.thread = [], dict[str, FunctionCall](), get_ident()
         self.counts, self.heads = Counter[str](), dict[str, int]()
         # of the modules inside those of `within`: what `_where` gave for the calls in them
         self.inside = WeakKeyDictionary[nn.Module, set[Where]]()
@@ -266,9 +267,17 @@ class FunctionHooks(Hooks, TorchFunctionMode):
             return super().__getattr__(name)
 
     def __enter__(self) -> Self:
+        if self.switch.depth:
+            if self.thread != get_ident():
+                raise HookError(
+                    f"{self.switch.who}: these hooks are on in another thread, whose calls alone "
+                    "they see. Make hooks for each thread."
+                )
+            self.switch.enter(())
+            self._turn(True)
+            return self
         try:
-            if not self.switch.depth:
-                self._reset()
+            self._reset()
             self.switch.enter(())
             TorchFunctionMode.__enter__(self)  # type: ignore[no-untyped-call]
             self._turn(True)
@@ -280,8 +289,9 @@ class FunctionHooks(Hooks, TorchFunctionMode):
     def __exit__(
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> bool:
-        if self.switch.depth == 1:
-            self.inside.clear()
+        if self.switch.depth > 1:
+            return Hooks.__exit__(self, kind, e, tb)
+        self.inside.clear()
         try:
             TorchFunctionMode.__exit__(self, kind, e, tb)  # type: ignore[no-untyped-call]
         finally:
