@@ -2,7 +2,7 @@
 same bytes to files, and captum's `AV`.
 
 Bare is the loop with plain hooks, which does not wait for the disk. `collect` waits for its index
-alone, a small file that is replaced now and then; it is measured without that too. In each round
+alone, a small file that it writes at the end; it is measured without that too. In each round
 every method runs once, in shuffled order, in a process that has run each of them before; wall clock
 until the files are closed, over the bare loop's of the same round. captum has one file for each
 batch and layer. SAELens needs a model of its own kind and is not measured. Memory is the greatest
@@ -94,7 +94,7 @@ def bare(model: Net, n_bytes: int, to: Path) -> None:
 
 
 def hookkit(model: Net, n_bytes: int, to: Path) -> None:
-    collect(model, [*batches(n_bytes)], NAMES, to, per="token")
+    collect(model, [*batches(n_bytes)], NAMES, to, rows="token")
 
 
 def not_synced(model: Net, n_bytes: int, to: Path) -> None:
@@ -122,7 +122,7 @@ def check_same(model: Net, n_bytes: int) -> None:
         hookkit(model, n_bytes, Path(folder) / "acts")
         acts = Activations(Path(folder) / "acts")
         for name in (*NAMES, "ids"):
-            rows = acts.ids.numpy() if name == "ids" else acts[name].to_numpy()
+            rows = (acts.ids if name == "ids" else acts[name][:]).numpy()
             if rows.tobytes() != (Path(folder) / "bare" / name).read_bytes():
                 raise RuntimeError(f"the loops write other rows of {name}")
 

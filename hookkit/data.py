@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hookkit.checks import kind_of
 from hookkit.errors import ArgumentError, ModelRunError, SelectionError
@@ -51,7 +51,7 @@ class DataLoaders:
         self.loaders = [train, valid, *others]
         for i, loader in enumerate(self.loaders):
             if i == 0 or loader is not None:
-                _check_loader(("train", "valid")[i] if i < 2 else "further", loader)
+                check_loader(("train", "valid")[i] if i < 2 else "further", loader)
         # an empty tensor knows the number of its device
         self.device = None if device is None else torch.empty(0, device=device).device
         self.n_inp = n_inp
@@ -186,12 +186,15 @@ def no_batches(what: str) -> str:
     )
 
 
-def _check_loader(role: str, loader: Any) -> None:
+def check_loader(role: str, loader: Any) -> None:
+    """Raises unless `loader` gives batches; the loaders of validation again and again."""
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
-    once = role != "train" and isinstance(loader, Iterator)  # one epoch of training is enough
-    if iterable and not once and not isinstance(loader, (Tensor, str, Mapping)):
+    once = role in ("valid", "further") and isinstance(loader, Iterator)
+    samples = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
+    if iterable and not once and not samples and not isinstance(loader, (Tensor, str, Mapping)):
         return
     why = "gives its batches only once" if once else "gives no batches"
+    why = "gives samples" if samples else why
     raise ArgumentError(
         f"The {role} loader is {kind_of(loader)}, which {why}. Give a torch DataLoader, a list of "
         f"batches, or any object that can be iterated over repeatedly."

@@ -294,7 +294,7 @@ GIVEN: dict[str, Callable[..., Any]] = {
     "Learner": learner,
     "Catcher": partial(Catcher, LINEAR),
     "SchedulerCallback": partial(hookkit.SchedulerCallback, torch.optim.lr_scheduler.ConstantLR),
-    "collect": lambda **kw: hookkit.collect(LINEAR, [torch.ones(1, 2)], "", **kw),
+    "collect": lambda **kw: hookkit.collect(LINEAR, [torch.ones(1, 2)], "", "acts", **kw),
     "compare_models": partial(hookkit.compare_models, LINEAR, LINEAR, torch.ones(1, 2)),
     "activation_stream": partial(hookkit.activation_stream, LINEAR, [torch.ones(1, 2)], ""),
     "edit_attention": partial(hookkit.edit_attention, LINEAR, hookkit.zero()),

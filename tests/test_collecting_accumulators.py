@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit import Covariance, Mean, TopK, collect
-from hookkit.errors import OptionError
+from hookkit.errors import HookError, OptionError
 
 G = torch.Generator().manual_seed(0)
 ROWS = torch.randn(50, 3, 4, generator=G) * 0.01 + 1000  # where naive sums of squares fail
@@ -34,7 +34,7 @@ def test_the_mean_is_that_of_all_rows(dtype: torch.dtype) -> None:
 
     for found in fed(Mean(), rows):
         torch.testing.assert_close(found.mean, rows.double().mean(0), rtol=1e-14, atol=0)
-        assert (found.n, repr(found)) == (50, "Mean(50 rows of 3×4)")
+        assert (found.n, repr(found)) == (50, "Mean(50 rows)")
 
 
 def test_the_covariance_is_torchs() -> None:
@@ -43,6 +43,14 @@ def test_the_covariance_is_torchs() -> None:
     for found in fed(Covariance()):
         torch.testing.assert_close(found.cov, wanted, rtol=1e-9, atol=1e-15)
         torch.testing.assert_close(found.mean, ROWS.double().mean(0), rtol=1e-14, atol=0)
+
+
+def test_complex_rows_have_a_mean_and_torchs_covariance() -> None:
+    rows = torch.complex(torch.randn(50, 3, generator=G), torch.randn(50, 3, generator=G) + 9)
+
+    for found in fed(Covariance(), rows):
+        torch.testing.assert_close(found.mean, rows.to(torch.complex128).mean(0))
+        torch.testing.assert_close(found.cov, torch.cov(rows.to(torch.complex128).T))
 
 
 def test_a_first_batch_far_from_the_others_costs_no_precision() -> None:
@@ -75,14 +83,27 @@ def test_the_greatest_values_of_each_unit_and_their_rows(k: int, tokens: bool) -
     for found in fed(TopK(k), rows, ids):
         assert torch.equal(found.values, values)
         assert torch.equal(found.ids, ids[at])
-        assert repr(found) == f"TopK({k} of 3×4)"
+        assert repr(found) == f"TopK({k})"
 
 
-def test_what_has_no_greatest_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"values of torch.bool have no order. Give hook= l"):
-        TopK(2).update(torch.ones(3, 2, dtype=torch.bool), torch.arange(3))
+def test_what_cannot_be_accumulated_is_an_error() -> None:
+    for rows in (torch.ones(3, 2, dtype=torch.bool), torch.ones(3, 2) * 1j):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            TopK(2).update(rows, torch.arange(3))
     with pytest.raises(OptionError, match=r"TopK\(k=0\): k is how many values of each unit"):
         TopK(0)
+
+
+@pytest.mark.parametrize("blank", [Mean(), Covariance(), TopK(2)])
+def test_rows_of_two_sizes_are_not_broadcast(blank: Any) -> None:
+    other = copy.deepcopy(blank)
+    blank.update(ROWS[:5, 0], IDS[:5])
+    other.update(ROWS[:5, 0, :1], IDS[:5])
+
+    with pytest.raises(RuntimeError):
+        blank.merge(other)
+    with pytest.raises(RuntimeError):
+        blank.update(ROWS[:5, 0, :1], IDS[:5])
 
 
 class Longest:
@@ -106,8 +127,8 @@ def test_layers_are_accumulated_without_a_file(tmp_path: Any, monkeypatch: Any) 
     x = torch.randn(11, 4)
     blank = Mean()
 
-    means = collect(model, x.split(4), ["0", "1"], into=blank)
-    longest = collect(model, x.split(4), "1", into=Longest(), n=6)
+    means = collect(model, x.split(4), ["0", "1"], accumulate=blank)
+    longest = collect(model, x.split(4), "1", accumulate=Longest(), max_rows=6)
 
     torch.testing.assert_close(means["0"].mean, model[0](x).double().mean(0).detach())
     torch.testing.assert_close(means["1"].mean, model(x).double().mean(0).detach())
@@ -117,7 +138,28 @@ def test_layers_are_accumulated_without_a_file(tmp_path: Any, monkeypatch: Any) 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("blank", [Mean(), Covariance()])
-def test_complex_rows_are_refused(blank: Any) -> None:
-    with pytest.raises(OptionError, match=r"complex64, and the sums are real\. Give hook="):
-        blank.update(torch.ones(2, 3, dtype=torch.complex64), torch.arange(2))
+class Rows:
+    """Holds on to what it is given."""
+
+    def __init__(self) -> None:
+        self.rows: list[Tensor] = []
+
+    def update(self, rows: Tensor, ids: Tensor) -> None:
+        self.rows.append(rows)
+
+    def merge(self, other: Any) -> None:
+        self.rows += other.rows
+
+
+def test_an_accumulator_may_keep_the_rows() -> None:
+    model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
+    x = torch.randn(8, 3, generator=G)
+
+    rows = collect(model, [x[:4].clone(), x[4:].clone()], "0", accumulate=Rows())["0"].rows
+
+    assert torch.equal(torch.cat(rows), x)
+
+
+def test_layers_of_other_sizes_in_a_later_batch_are_refused() -> None:
+    with pytest.raises(HookError, match="rows of one kind"):
+        collect(nn.Identity(), [torch.ones(4, 3), torch.ones(4, 1)], "", accumulate=Rows())

@@ -1,238 +1,182 @@
-"""`Activations`: reading what `collect` wrote.
+"""The rows on disk: `Activations` reads what `RowFiles` wrote.
 
-Files are mapped into memory, and rows are copied as they are read: only what is read is loaded, and
-what is done with it changes no file.
+acts/rank0/layer0.npy    the rows of the first layer, of one process
+acts/rank0/ids.npy       their ids
+acts/rank0/index.json    the layers, shapes and dtypes; without it the part is incomplete
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+import json
+import re
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib import format as npy
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hookkit.checks import check_number, check_path, shown
-from hookkit.collecting.files import IDS, mapped, read_index
-from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
+from hookkit import ranks
+from hookkit.checks import check_path
+from hookkit.errors import OptionError, SelectionError, nearest
+from hookkit.files import atomic_write
 
-WHO = "Activations"
+_OURS = re.compile(r"rank\d+(/(layer\d+\.npy|ids\.npy|index\.json|\.hookkit-\w+\.tmp))?")
 
 
-class Activations(Mapping[str, "Layer"]):
-    """The activations in a folder that `collect` wrote: a mapping from layer to its rows.
+class RowFiles:
+    """Writes the rows of one process to a folder of its own in `out_dir`, which has to be empty.
 
-    Rows are in the order in which the loader gave them; where several processes wrote them, in the
-    order of their ids, each once.
+    `overwrite` first deletes what an earlier call wrote there.
+    """
 
-    Args:
-        path: of the folder.
+    def __init__(self, out_dir: Any, overwrite: bool, layers: list[str]) -> None:
+        folder = self.folder = check_path("collect", out_dir, "out_dir")
+        with ranks.together("call collect"):
+            if problems := [*filter(None, ranks.gather_object(_problem(folder, overwrite)))]:
+                raise OptionError(f"collect: {problems[0]}")  # on all ranks, or on none
+            for part in folder.glob("rank*"):
+                shutil.rmtree(part, ignore_errors=True)  # the other ranks do the same
+            ranks.gather_object(None)
+        self.part, self.layers = folder / f"rank{ranks.rank()}", layers
+        self.n_rows: dict[str, int] = {}  # by file
+
+    def add(self, name: str, rows: Tensor, ids: Tensor) -> None:
+        """Appends the rows that a layer gave for a batch, and their ids after the last layer's."""
+        self._append(f"layer{self.layers.index(name)}.npy", rows)
+        if name == self.layers[-1]:
+            self._append("ids.npy", ids)
+
+    def _append(self, file: str, t: Tensor) -> None:
+        t = t.cpu().resolve_conj().resolve_neg().contiguous()
+        try:
+            array = t.numpy()
+        except TypeError:  # numpy has no bfloat16 and float8: whole numbers with the same bits
+            array = t.view(getattr(torch, f"uint{8 * t.itemsize}")).numpy()
+        head = npy.header_data_from_array_1_0(array[:0])
+        self.part.mkdir(parents=True, exist_ok=True)
+        # opened each time: there may be more layers than files may be open
+        with (self.part / file).open("ab" if file in self.n_rows else "xb") as out:
+            if file not in self.n_rows:
+                npy.write_array_header_1_0(out, head)
+            out.write(array.data)
+        self.n_rows[file] = self.n_rows.get(file, 0) + len(array)
+        head["shape"] = (self.n_rows[file], *array.shape[1:])
+        with (self.part / file).open("r+b") as out:  # numpy's header has room for a large number
+            npy.write_array_header_1_0(out, head)
+
+    def finish(self, kinds: Mapping[str, tuple[list[int], torch.dtype]]) -> None:
+        """Writes the index."""
+        layers = {k: [kinds[k][0], str(kinds[k][1]).removeprefix("torch.")] for k in self.layers}
+        with atomic_write(self.part / "index.json", text=True) as file:
+            json.dump({"format": 6, "ranks": ranks.world_size(), "layers": layers}, file)
+
+
+def _problem(folder: Path, overwrite: bool) -> str:
+    """Returns why nothing can be written to `folder`, or ""."""
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        ours = _OURS.fullmatch(name) and not path.is_symlink()
+        if not ours or not overwrite:
+            cure = "deletes what collect wrote" if ours else "would delete only what collect wrote"
+            return f"{folder} holds {name}. Give an empty folder; overwrite=True {cure}."
+    return ""
+
+
+class Activations(dict[str, "Layer"]):
+    """The activations in a folder that `collect` wrote: a dict from layer to its rows.
+
+    Rows are in the order in which the loader gave them; of several processes, rank after rank.
+
+    Attributes:
+        ids: the rows' ids, (n_rows,) int64; of tokens (n_rows, 2), sample and position in it.
 
     Raises:
-        OptionError: here, if there is nothing; as it is read, if a process's part is missing or not
-            finished, or a file damaged.
+        OptionError: there are none, or they are incomplete, or the parts of the ranks do not fit.
 
     >>> import tempfile
     >>> from torch import nn
     >>> from hookkit.collecting import collect
-    >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
-    >>> acts = collect(net, [*torch.randn(10, 2, 4)], ["0", "1"], to=tempfile.mkdtemp())
+    >>> net, batches = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), [*torch.randn(10, 2, 4)]
+    >>> acts = collect(net, batches, ["0", "1"], tempfile.mkdtemp())
     >>> acts
-    Activations(20 rows, 2 layers: '0' 3 float32, '1' 3 float32)
+    Activations('0': 20×3 float32, '1': 20×3 float32)
     >>> acts["1"].shape, acts["1"][[3, 5, 19]].shape, acts.ids[:3]
     ((20, 3), torch.Size([3, 3]), tensor([0, 1, 2]))
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = check_path(WHO, path)
-        self._files = [*self.path.glob("rank*/index.json")]
-        if not self._files:
-            raise OptionError(
-                f"{WHO}: {self.path} has no activations. Give a folder that collect wrote."
-            )
-
-    @cached_property
-    def _parts(self) -> list[dict[str, Any]]:
-        """The indices of all processes, in order."""
-        parts = {index["settings"]["rank"]: index for index in map(read_index, self._files)}
-        first = parts[min(parts)]
-        n = first["settings"]["ranks"]
-        for rank in range(n):
-            part, problem = parts.get(rank), ""
-            if part is None:
-                problem = "is missing"
-            elif not part["done"]:
-                problem = "is not finished"
-            elif _common(part) != _common(first):
-                problem = "is of other layers or settings"
-            if problem:
+    def __init__(self, folder: str | Path) -> None:
+        self.path = check_path("Activations", folder, "folder")
+        parts = {int(p.name[4:]): p for p in self.path.glob("rank*") if _OURS.fullmatch(p.name)}
+        for part in parts.values():
+            if not (part / "index.json").exists():
+                n = len(np.load(part / "ids.npy")) if (part / "ids.npy").exists() else 0
                 raise OptionError(
-                    f"{WHO}: the part of rank {rank} of {n}, {self.path / f'rank{rank}'}, "
-                    f"{problem}. Call collect there as before, and copy the folders of all ranks "
-                    "into one."
+                    f"Activations: {part} is incomplete: {n} rows of each layer are whole. Collect "
+                    "again, with overwrite=True, or read them with numpy.load."
                 )
-        return [parts[rank] for rank in range(n)]
+        indices = [json.loads((part / "index.json").read_text()) for part in parts.values()]
+        wanted = [*range(indices[0]["ranks"])] if indices else [0]
+        if sorted(parts) != wanted or any(index != indices[0] for index in indices):
+            raise OptionError(
+                f"Activations: {folder} has parts of ranks {sorted(parts)}, not {wanted}, or they "
+                "differ in layers, shapes or dtypes. Give a folder with all parts of one collect."
+            )
+        in_order = [parts[rank] for rank in range(len(parts))]
+        self.ids = torch.from_numpy(np.concatenate([np.load(p / "ids.npy") for p in in_order]))
+        for i, (name, (shape, dtype)) in enumerate(indices[0]["layers"].items()):
+            files = [part / f"layer{i}.npy" for part in in_order]
+            self[name] = Layer(files, self.ids, shape, getattr(torch, dtype))
 
-    @property
-    def n_rows(self) -> int:
-        """How many rows each layer has."""
-        return len(self.ids)
-
-    @cached_property
-    def ids(self) -> Tensor:
-        """The rows' ids, (n_rows,) int64; for tokens (n_rows, 2), sample and position in it."""
-        ids = torch.cat(self._mapped(IDS))
-        return ids if self._order is None else ids[torch.from_numpy(self._order)]
-
-    @cached_property
-    def _order(self) -> np.ndarray[Any, Any] | None:
-        """The places in the files of the rows in order; None if they are as in the files."""
-        if len(self._parts) == 1:
-            return None
-        ids = (
-            torch.cat(self._mapped(IDS)).flatten(1 if self._mapped(IDS)[0].ndim > 1 else 0).numpy()
-        )
-        ids = ids if ids.ndim == 2 else ids[:, None]
-        order = np.lexsort(ids.T[::-1])
-        return order[np.diff(ids[order], axis=0, prepend=ids[order][:1] - 1).any(1)]
-
-    def _mapped(self, name: str) -> list[Tensor]:
-        """The rows in the files of this name, of each process: not to be written to."""
-        return [
-            mapped(self.path / f"rank{rank}", name, part["kinds"][name], part["counts"]["n"])
-            for rank, part in enumerate(self._parts)
-        ]
-
-    def __getitem__(self, name: str) -> Layer:
-        if name in [*self]:
-            return Layer(self, name)
-        near = ", ".join(map(repr, nearest(str(name), self) or [*self][:3])) or "there are none"
-        raise SelectionError(
-            f"{WHO}: {self.path} has no layer {name!r}. Nearest: {near}. list(acts) has all "
-            f"{len(self)}."
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts[0]["settings"]["layers"])
-
-    def __len__(self) -> int:
-        layers: list[str] = self._parts[0]["settings"]["layers"]
-        return len(layers)
+    def __missing__(self, name: Any) -> Layer:
+        near = ", ".join(map(repr, nearest(str(name), self) or [*self][:3]))
+        raise SelectionError(f"Activations: there is no layer {name!r}. Nearest: {near}.")
 
     def __repr__(self) -> str:
-        try:
-            of = self._parts[0]["kinds"]
-            kinds = [(name, *of[str(i)]) for i, name in enumerate(self)]
-        except OptionError:
-            return "Activations(not whole)"
-        layers = [f"{name!r} {'×'.join(map(str, s)) or 'scalars'} {d}" for name, s, d in kinds]
-        few = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
-        more = ", …" if layers[4:] else ""
-        return f"Activations({self.n_rows} rows, {few}: {', '.join(layers[:4])}{more})"
-
-
-def _common(part: dict[str, Any]) -> Any:
-    """What all processes have to have in common; of a sharded model each has other weights."""
-    own = ("rank", "model", "batches", "data set")
-    return part["kinds"], {k: v for k, v in part["settings"].items() if k not in own}
+        few = [f"{name!r}: {layer}" for name, layer in [*self.items()][:3]]
+        return f"Activations({', '.join(few)}{', …' if len(self) > 3 else ''})"
 
 
 class Layer(Dataset[Tensor]):
-    """The rows of one layer: an array on disk, and a torch Dataset.
+    """The rows of one layer: a torch Dataset that is indexed as a numpy array.
 
     `layer[3]` is a row; `layer[10:20]`, `layer[[3, 1]]` and `layer[mask]` are new tensors of rows.
-    `DataLoader(layer, …)` gives batches of rows, `layer.batches(…)` gives them with their ids.
+    Only rows that are read are loaded.
 
     Attributes:
-        name: of the layer.
-        ids: the rows' ids, see `Activations.ids`.
+        ids: the rows' ids, see `Activations`.
         shape: (n_rows, ...).
         dtype: of torch.
     """
 
-    def __init__(self, acts: Activations, name: str) -> None:
-        self.name, self.ids, self._path, self._order = name, acts.ids, acts.path, acts._order
-        self._parts = acts._mapped(str([*acts].index(name)))
-        self._starts = np.cumsum([0, *map(len, self._parts)])
-        self.dtype, self.shape = self._parts[0].dtype, (acts.n_rows, *self._parts[0].shape[1:])
-        self.ndim = len(self.shape)
-
-    def __reduce__(self) -> Any:
-        return _layer, (self._path, self.name)  # a worker maps the files itself
+    def __init__(self, files: list[Path], ids: Tensor, row: list[int], dtype: torch.dtype) -> None:
+        self.files, self.ids, self.shape, self.dtype = files, ids, (len(ids), *row), dtype
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, rows: Any) -> Tensor:
-        places = self._places(rows)
-        flat = places.reshape(-1)
-        found = torch.empty(len(flat), *self.shape[1:], dtype=self.dtype, device="cpu")
-        for part, start in zip(self._parts, self._starts, strict=False):
-            here = np.nonzero((flat >= start) & (flat < start + len(part)))[0]
-            at = flat[here] - start
-            if len(here) == len(flat) and len(at) and (np.diff(at) == 1).all():
-                found[:] = part[at[0] : at[-1] + 1]  # neighbours: many times as fast as by index
-            else:
-                found[torch.from_numpy(here)] = part[torch.from_numpy(at)]
-        return found.reshape(*places.shape, *self.shape[1:])
+        rows = rows.numpy() if isinstance(rows, Tensor) else rows
+        # mapped each time: there may be more layers than files may be open
+        parts = [np.load(file, mmap_mode="r") for file in self.files]
+        if len(parts) == 1:
+            found = parts[0][rows]
+        else:
+            at = np.arange(len(self))[rows]
+            found, start = np.empty((*at.shape, *self.shape[1:]), parts[0].dtype), 0
+            for part in parts:
+                here = (at >= start) & (at < start + len(part))
+                found[here] = part[at[here] - start]
+                start += len(part)
+        return torch.from_numpy(np.array(found)).view(self.dtype)
 
     def __getitems__(self, rows: list[int]) -> list[Tensor]:
-        """Rows as a DataLoader fetches a batch of them: read at once."""
+        """Returns the rows of a DataLoader's batch, read at once."""
         return list(self[rows])
 
-    def _places(self, rows: Any) -> np.ndarray[Any, Any]:
-        """The places in the files of the rows that an index means."""
-        is_slice = isinstance(rows, slice)
-        index = np.arange(*rows.indices(len(self))) if is_slice else np.asarray(rows)
-        if index.dtype == bool and index.shape == (len(self),):
-            index = index.nonzero()[0]
-        if isinstance(rows, tuple) or (index.size and index.dtype.kind not in "iu"):
-            raise ArgumentError(
-                f"{WHO}: {shown(rows)} is no index of the {len(self)} rows of {self.name!r}. Give "
-                "whole numbers, a slice, or a mask with an entry for each row; of the rest of the "
-                "dimensions index what is read: acts[name][rows][:, 3]."
-            )
-        index = index.astype(np.int64)
-        if index.size and not -len(self) <= index.min() <= index.max() < len(self):
-            # an IndexError: Python ends its loops over sequences by it
-            raise IndexError(
-                f"{WHO}: {shown(rows)} is beyond the {len(self)} rows of {self.name!r}"
-            )
-        index = np.where(index < 0, index + len(self), index)
-        return index if self._order is None else self._order[index]
-
-    def batches(
-        self, size: int, *, shuffle: bool = False, seed: int = 0
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of rows with their ids: `(size, ...)` and `(size,)`; the last may be smaller.
-
-        Args:
-            size: rows in a batch.
-            shuffle: gives all rows in random order.
-            seed: of that order; give another one in each epoch.
-        """
-        size = check_number("Layer.batches", "size", size, 1, whole=True, what="rows in a batch")
-        n, random = len(self), torch.Generator().manual_seed(seed)
-        order = torch.randperm(n, generator=random, device="cpu") if shuffle else None
-        parts = [slice(i, min(i + size, n)) for i in range(0, n, size)]
-        some = (part if order is None else order[part] for part in parts)
-        return ((self[rows], self.ids[rows]) for rows in some)
-
-    def to_numpy(self) -> np.ndarray[Any, Any]:
-        """All rows; as float32 what numpy has no dtype for (bfloat16, float8), which is exact."""
-        t = self[:]
-        try:
-            return t.numpy()
-        except TypeError:
-            return t.float().numpy()
-
     def __repr__(self) -> str:
-        return f"Layer({self.name!r}, {'×'.join(map(str, self.shape))} {self.dtype})"
-
-
-def _layer(path: Path, name: str) -> Layer:
-    return Activations(path)[name]
+        return f"{'×'.join(map(str, self.shape))} {str(self.dtype).removeprefix('torch.')}"

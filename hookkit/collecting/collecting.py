@@ -1,167 +1,188 @@
-"""`collect`: keeps what layers of a model give for a loader, a row for each sample or token."""
+"""`collect` and `activation_stream`: what layers of a model give for a loader, row by row."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hookkit import ranks
-from hookkit.checks import check_number, check_path
-from hookkit.collecting.accumulators import Accumulators
-from hookkit.collecting.activations import Activations
-from hookkit.collecting.batches import WHO, Field
-from hookkit.collecting.files import Files
-from hookkit.collecting.rows import Rows
-from hookkit.data import batch_size, n_batches
+from hookkit.checks import check_flag, check_number
+from hookkit.collecting.activations import Activations, RowFiles
+from hookkit.collecting.layer_rows import Field, LayerRows
 from hookkit.errors import ArgumentError, OptionError
-from hookkit.modules import class_name, unwrap
+from hookkit.hooks.snapshot import settled
+from hookkit.modelinfo.untouched import process_state, untouched
+from hookkit.nested import tmap
 
 
 def collect(
     model: nn.Module,
     loader: Any,
-    modules: Any,
-    to: str | Path | None = None,
+    layers: Any,
+    out_dir: str | Path | None = None,
     *,
-    per: str = "sample",
+    rows: str = "sample",
     mask: Field = None,
     hook: Callable[..., Any] | None = None,
-    inputs: bool = False,
-    dtype: torch.dtype | None = None,
-    n: int | None = None,
     ids: Field = None,
-    into: Any = None,
+    accumulate: Any = None,
     stop: bool = False,
+    max_rows: int | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    overwrite: bool = False,
 ) -> Any:
-    """What layers of a model give for all batches of a loader, a row for each sample or token.
+    """Writes what layers give for all batches of a loader to a folder, a row for each sample.
 
-    It is written to the folder `to`, a .npy file for each layer, as each layer runs, in bounded
-    memory, and read by `Activations`. Called again, it goes on where it was interrupted; a folder
-    that is complete is only opened. That the settings, the weights and the size of the loader are
-    the same is checked, not that its batches are. The model runs in the modes in which it is,
-    without gradients; buffers, modes and random states are restored. A compiled model runs eagerly.
-
-    Over several processes each writes the samples that its loader gives it, and none counts twice:
-    `Activations` reads all parts as one, in the order of the ids.
+    The model runs once over the loader, in the modes in which it is, without gradients; buffers,
+    modes and random states are restored. A compiled model runs eagerly.
 
     Args:
         model: any model.
-        loader: gives batches: a tensor, or a tuple whose last item is the target, or a mapping,
-            which goes by keyword, or an object that the model takes. They are moved to its device.
-            The last item is no target but the mask if `mask` says so, or if it has the shape of the
-            first, and zeros and ones, and the model has an argument `…mask`.
-        modules: selectors, as for `select`, of layers that run once for each batch.
-        to: the folder, by default `acts`.
-        per: `"sample"`: dimension 0 of what a layer gives are samples. `"token"`: dimensions 0
+        loader: gives batches, which are moved to the model's device. A mapping goes to the model by
+            keyword, a tuple or list without its last item (the target) if it has several; anything
+            else as it is.
+        layers: selectors, as for `select`, of layers that run once for each batch.
+        out_dir: an empty folder, or one that is to be made. Left out with `accumulate` only.
+        rows: `"sample"`: dimension 0 of what a layer gives are samples. `"token"`: dimensions 0
             and 1 are samples and tokens, and each token is a row.
-        mask: which tokens (or samples) count, those of padding not: a field of the batch by name
-            or position, or a function of the batch. Not 0 is yes.
-        hook: `f(module, input, output)`, or `f(output)`: what it returns is stored instead.
-        inputs: stores what the modules receive in place of what they give; `hook` is then
-            `f(module, input)` or `f(input)`.
-        dtype: floating point rows are stored as this.
-        n: stops after so many rows; for a single process only.
-        ids: the samples' ids, whole numbers: a field or function as for `mask`. By default their
-            positions in the order of the loader: of the data set if it does not shuffle. A field
-            of ids is not passed to the model.
-        into: an accumulator (`Mean()`, `Covariance()`, `TopK(k)`) in place of rows on disk. Merged
-            over the processes.
-        stop: each forward ends when all of `modules` have been called: what follows them is not
-            run, nor its hooks, and of what is called several times the first call counts.
+        mask: which rows count: zeros and ones in the shape of samples (and tokens). The key or the
+            position of an item of the batch, or a function of the batch.
+        hook: `f(module, input, output)`, or `f(output)`; what it returns is stored instead.
+        ids: the samples' ids, whole numbers: an item as for `mask`, which the model does not get.
+            By default their positions in the order of the loader.
+        accumulate: `Mean()`, `Covariance()`, `TopK(k)`, or an object with `update(rows, ids)` and
+            `merge(other)`: each layer's rows go to a copy of it.
+        stop: ends each forward when all of `layers` have run; their first call counts.
+        max_rows: stops after so many rows (of each process).
+        forward: `f(model, batch)`, which calls the model on a batch.
+        overwrite: first deletes what an earlier call wrote to `out_dir`.
 
     Returns:
-        An `Activations`; with `into` a dict with an accumulator for each layer, on the CPU.
+        `Activations`; with `accumulate` the accumulators by layer, of all processes, on the CPU.
 
     Raises:
         SelectionError: no such layer.
-        ArgumentError: `model`, `loader` or a field is of a kind that cannot work.
-        OptionError: an option has a value that cannot work; the folder has rows of other layers,
-            settings, weights or another loader.
-        HookError: a layer was called not once for a batch, or gives no row for each sample.
+        ArgumentError, OptionError: an argument cannot work, or `out_dir` is not empty.
+        HookError: a layer was not called once for a batch, or gave no row for each sample.
         ModelRunError: there is no batch.
 
     >>> import tempfile
-    >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
-    >>> batches = [*torch.randn(10, 2, 4)]
-    >>> acts = collect(net, batches, nn.ReLU, to=tempfile.mkdtemp(), n=15)
-    >>> acts["1"].shape
+    >>> net, batches = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), [*torch.randn(10, 2, 4)]
+    >>> collect(net, batches, nn.ReLU, tempfile.mkdtemp(), max_rows=15)["1"].shape
     (15, 3)
     >>> from hookkit.collecting import Mean
-    >>> collect(net, batches, "1", into=Mean())["1"].mean.shape
+    >>> collect(net, batches, "1", accumulate=Mean())["1"].mean.shape
     torch.Size([3])
     """
-    if into is not None and to is not None:
-        raise OptionError(f"{WHO}: into= keeps nothing on disk. Leave to= out, or into=.")
-    n = n if n is None else check_number(WHO, "n", n, 1, whole=True, what="how many rows")
-    chosen: dict[str, Any] = {"per": per, "mask": mask, "hook": hook, "inputs": inputs}
-    rows = Rows(model, loader, modules, **chosen, dtype=dtype, stop=stop, ids=ids, n=n)
-    layers, reading = [*rows.layers], rows.reading
-    if n is not None and reading.ranks > 1:
-        raise OptionError(
-            f"{WHO}(n={n}): how many rows each of {reading.ranks} processes would have to write is "
-            "known after all of them. Give a smaller data set, such as torch.utils.data.Subset."
+    check_flag("collect", "overwrite", overwrite)
+    if (out_dir is None) == (accumulate is None):
+        raise OptionError("collect: give a folder for the rows, out_dir=, or else accumulate=.")
+    if out_dir is None and (isinstance(accumulate, type) or not hasattr(accumulate, "merge")):
+        raise ArgumentError(
+            f"collect(accumulate={accumulate!r}): give an accumulator, such as Mean() or TopK(10), "
+            "or an object with update(rows, ids) and merge(other)."
         )
-    if into is not None:
-        accumulators = Accumulators(into, layers, ids is not None)
-        rows.over(rows.loader, accumulators)
-        return accumulators.result()
-    folder = check_path(WHO, "acts" if to is None else to, "to")
-    settings = {
-        "layers": layers,
-        **{"per": per, "inputs": inputs, "dtype": dtype and str(dtype), "n": n},
-        **{"hook": _name(hook), "mask": _name(mask), "ids": _name(ids)},
-        **_about(model, rows.loader),
-        **{"rank": reading.rank, "ranks": reading.ranks},
-    }
-    files = Files(folder / f"rank{reading.rank}", settings)
-    if not (files.done and settings["data set"] is not None):  # else its size is known
-        rows.over(rows.loader, files)
+    options = (rows, mask, hook, forward, stop, ids, max_rows, out_dir is not None)
+    source = LayerRows("collect", model, loader, layers, *options)
+    files = None if out_dir is None else RowFiles(out_dir, overwrite, [*source.layers])
+    each = {name: copy.deepcopy(accumulate) for name in source.layers}
+    with untouched(model, observers=True):
+        for name, found, row_ids in source.run(loader):
+            if files is None:
+                each[name].update(found, row_ids)
+            else:
+                files.add(name, found, row_ids)
+    if files is None:
+        return _merged(each)
+    files.finish(source.kinds)
     with ranks.together("call collect"):
         ranks.gather_object(None)  # all parts are whole from here on
-    return Activations(folder)
+    return Activations(files.folder)
 
 
-def _name(x: Any) -> Any:
-    """What stands for a function, whose code cannot be compared, in an index."""
-    return getattr(x, "__qualname__", type(x).__name__) if callable(x) else x
+def _merged(each: dict[str, Any]) -> Any:
+    """Returns the accumulators of all processes as one for each layer, on the CPU."""
+    for one in each.values():
+        for key, value in getattr(one, "__dict__", {}).items():
+            setattr(one, key, tmap(Tensor.cpu, settled(value)))
+    with ranks.together("call collect"):
+        merged, *others = ranks.gather_object(each)
+    for name, one in merged.items():
+        for other in others:
+            one.merge(other[name])
+    return merged
 
 
-def _about(model: nn.Module, loader: Any) -> dict[str, Any]:
-    """What rows depend on, to be compared when a run goes on: weights, modes, the loader's size.
+def activation_stream(
+    model: nn.Module,
+    loader: Any,
+    layer: Any,
+    *,
+    batch_size: int = 4096,
+    buffer: int | None = None,
+    rows: str = "sample",
+    mask: Field = None,
+    hook: Callable[..., Any] | None = None,
+    stop: bool = False,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    seed: int = 0,
+) -> Iterator[Tensor]:
+    """Gives what a layer gives in shuffled batches, as the model runs: for a probe, or an SAE.
 
-    What cannot be compared (batches, the code of functions, edits on the model) is not.
+    A buffer is filled and shuffled; half of it is given in batches, and it is filled up again. Each
+    row is given once. The model runs as in `collect`, and is restored whenever the buffer is full;
+    the random state goes on, as in a loop over the loader.
+
+    Args:
+        model, loader, rows, mask, hook, stop, forward: as for `collect`; the loader may be endless.
+        layer: a selector, as for `select`, of one layer.
+        batch_size: rows of a batch; only the last can have fewer.
+        buffer: rows of the buffer, by default 16 batches. They stay on the layer's device.
+        seed: of the order.
+
+    Returns:
+        An iterator of tensors (batch_size, …), detached.
+
+    Raises: as `collect`.
+
+    >>> net, batches = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), [*torch.randn(10, 2, 4)]
+    >>> [len(rows) for rows in activation_stream(net, batches, "1", batch_size=8)]
+    [8, 8, 4]
     """
-    root = unwrap(model)
-    tensors = [*root.parameters(), *root.buffers()]
-    if any(map(nn.parameter.is_lazy, tensors)):
-        raise ArgumentError(f"{WHO}: a parameter has no shape yet. Run the model once.")
-    modes = [m.training for m in root.modules()]
-    device = tensors[0].device.type if tensors else "cpu"
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    n_samples = n_batches(getattr(loader, "dataset", None))
-    if isinstance(loader, list | tuple):
-        n_samples = sum(map(batch_size, loader))
-    return {
-        "model": f"{class_name(root)} with weights {_check_sum(tensors):08x}",
-        "mode": f"training in {sum(modes)} of {len(modes)} modules",
-        "autocast": str(autocast),
-        **{"batches": n_batches(loader), "data set": n_samples},
-    }
+    who = "activation_stream"
+    size = check_number(who, "batch_size", batch_size, 1, whole=True, what="rows of a batch")
+    buffer = 16 * size if buffer is None else buffer
+    room = check_number(who, "buffer", buffer, size, whole=True, what="rows, at least a batch")
+    source = LayerRows(who, model, loader, layer, rows, mask, hook, forward, stop)
+    if len(source.layers) != 1:
+        raise OptionError(f"{who}: one layer gives one stream; select one of {[*source.layers]}.")
+    return _batches(source, size, room, torch.Generator().manual_seed(seed))
 
 
-def _check_sum(tensors: Iterable[Any]) -> int:
-    """Of shapes and of the sum of all bytes of each tensor."""
-    texts = []
-    for t in tensors:
-        t = t.to_local() if hasattr(t, "to_local") else t  # this rank's part of a sharded one
-        texts.append(f"{tuple(t.shape)} {t.dtype}")
-        with suppress(RuntimeError, NotImplementedError):  # sparse, quantized, on meta
-            raw = t.detach().contiguous().flatten().view(torch.uint8)
-            texts.append(str(int(raw.sum(dtype=torch.int64))))
-    return zlib.crc32(" ".join(texts).encode())
+def _batches(source: LayerRows, size: int, room: int, random: torch.Generator) -> Iterator[Tensor]:
+    loader, parts, n, ended = iter(source.loader), list[Tensor](), 0, False
+
+    def until_full() -> Iterator[Any]:
+        while n < room and (batch := next(loader, loader)) is not loader:
+            yield batch
+
+    while not ended:
+        with ExitStack() as later, untouched(source.model, observers=True):
+            for _, found, _ in source.run(until_full()):
+                parts.append(found)
+                n += len(found)
+            for put_back in process_state():  # `untouched` rewinds the random state
+                later.callback(put_back)
+        ended = n < room
+        order = torch.randperm(n, generator=random, device="cpu")
+        shuffled = torch.cat(parts)[order.to(parts[0].device)]
+        n_given = n if ended else max(size, room // 2 // size * size)
+        yield from torch.split(shuffled[:n_given], size) if n else ()
+        parts = [shuffled[n_given:].clone()]  # without the memory of what was given
+        n -= n_given

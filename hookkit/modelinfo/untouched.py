@@ -97,7 +97,7 @@ def untouched(
         if params or id(t) in at_once:
             contents.copy(t)
     with ExitStack() as undo:
-        for restore in (*_of_process(), *attributes.generators, contents.restore):
+        for restore in (*process_state(), *attributes.generators, contents.restore):
             undo.callback(restore)
         for m in tree.scripted:
             undo.callback(setattr, m, "training", m.training)
@@ -291,7 +291,7 @@ def _attributes_of(x: Any) -> dict[str, Any] | None:
     return own if type(own) is dict else None
 
 
-def _of_process() -> Iterator[Restore]:
+def process_state() -> Iterator[Restore]:
     """Restore the grad mode and the random states, each of those that are in use."""
     states: list[tuple[Callable[[Any], Any], Any]] = [
         (torch.set_grad_enabled, torch.is_grad_enabled()),
