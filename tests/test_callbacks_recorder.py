@@ -227,9 +227,14 @@ def test_two_metrics_of_one_name_are_refused_until_one_has_a_name_of_its_own() -
     one, two = partial(at_most, n=1), partial(at_most, n=2)
     learn = quiet(metrics=[one, two])
 
-    with pytest.raises(ArgumentError, match="two columns of the log are called at_most"):
+    with pytest.raises(ArgumentError, match="the name at_most is there twice"):
         learn.fit(1)
     assert learn.recorder.values == learn.recorder.metric_names == []
+
+    for name in ("valid_loss", "step"):
+        two.name = name  # type: ignore[attr-defined]
+        with pytest.raises(ArgumentError, match=f"the name {name} is there twice"):
+            learn.fit(1)
 
     two.name = "at_most_2"  # type: ignore[attr-defined]
     learn.fit(1)
