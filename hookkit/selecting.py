@@ -38,7 +38,6 @@ __all__ = ["Selection", "Selector", "leaf_modules", "select", "unwrap"]
 _LEAF = re.compile(rf"(.*?)((?:{BRACKET})+)", re.DOTALL)
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _DOT = re.compile(r"\.(?![^\[]*\])")  # not one inside brackets
-_NOTHING = re.compile(r"(?!)")
 _MOST_NAMES = 100_000
 
 
@@ -212,39 +211,30 @@ def _globbed(root: nn.Module, pattern: str) -> Iterator[Pick]:
     The glob is matched key by key on the way down. So a module that is reached again with the same
     part of the glob left to match is not walked again: it would give the same modules.
     """
-    parts = [None if w == "**" else re.compile(translate(w)) for w in _DOT.split(pattern)]
+    words = _DOT.split(pattern)
+    matches = [re.compile(translate(word)).match for word in words]  # `**` is any key too
     seen = set[tuple[int, frozenset[int]]]()
 
-    def after(at: frozenset[int], key: str) -> frozenset[int]:
-        """How many parts can be matched by a name that goes on with `key`; before it, `at`."""
-        found = set[int]()
-        for i in at:
-            part = parts[i] if i < len(parts) else _NOTHING
-            if part is None:
-                found.add(i)
-            elif part.match(key):
-                found.add(i + 1)
-        return empty_too(found)
-
-    def empty_too(found: set[int]) -> frozenset[int]:
-        """`found`, and what is behind a `**`, which also matches no part."""
-        for i, part in enumerate(parts):
-            if i in found and part is None:
-                found.add(i + 1)
-        return frozenset(found)
+    def reached(at: set[int]) -> frozenset[int]:
+        """`at`, how many words are matched so far; a `**` may match no key, and is then passed."""
+        for i, word in enumerate(words):
+            if i in at and word == "**":
+                at.add(i + 1)
+        return frozenset(at)
 
     def below(module: nn.Module, name: str, at: frozenset[int]) -> Iterator[Pick]:
         if (id(module), at) in seen:
             return
         seen.add((id(module), at))
         for key, child in children(module):
-            now, path = after(at, key), join(name, key)
-            if len(parts) in now:
+            hits = [i for i in at if i < len(words) and matches[i](key)]
+            now, path = reached({i + (words[i] != "**") for i in hits}), join(name, key)
+            if len(words) in now:
                 yield Pick(path, child)
             if now:
                 yield from below(child, path, now)
 
-    return below(root, "", empty_too({0}))
+    return below(root, "", reached({0}))
 
 
 def _places(module: nn.Module, name: str = "", around: tuple[int, ...] = ()) -> Iterator[Pick]:
