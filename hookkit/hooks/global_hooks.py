@@ -1,8 +1,4 @@
-"""Hooks that are not on chosen modules: on one tensor, on every module, on a model to print sizes.
-
-`hook_all` uses PyTorch's global hooks. While they are on, each call of every module costs about
-1 µs more, so use it to look at a model, not in training.
-"""
+"""Hooks on one tensor, on every module of the process, and on a model to print its sizes."""
 
 from __future__ import annotations
 
@@ -10,13 +6,13 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from threading import local
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from hookkit.checks import check_flag, check_function, check_module, kind_of
+from hookkit.checks import check_flag, check_function, check_module
 from hookkit.errors import ArgumentError, HookError
 from hookkit.hooks.attach import called, recomputing
 from hookkit.hooks.block import Block
@@ -28,29 +24,31 @@ from hookkit.nested import Inputs, describe, tmap
 from hookkit.selecting import select
 
 
-class TensorHook:
-    """The gradient of one tensor: `stored` after each backward, None before. See `hook_tensor`."""
+class _On:
+    """A hook that is on when it is made, until `remove()` or the end of its `with`."""
 
-    def __init__(self, t: Tensor, block: Block) -> None:
-        self.stored: Tensor | None = None
-        self._handle = t.register_hook(lambda grad: self._store(grad, block))  # type: ignore[no-untyped-call]
-
-    def _store(self, grad: Tensor, block: Block) -> None:
-        self.stored = store(grad, block)
+    def __init__(self) -> None:
+        self._undo = ExitStack()
 
     def remove(self) -> None:
-        """Removes it; what was stored stays. Can be repeated."""
-        self._handle.remove()
+        """Removes it; can be repeated."""
+        self._undo.close()
 
-    def __enter__(self) -> TensorHook:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()
 
 
+class TensorHook(_On):
+    """The gradient of one tensor: `stored` after each backward, None before. See `hook_tensor`."""
+
+    stored: Tensor | None = None
+
+
 def hook_tensor(t: Tensor, detach: bool = True, cpu: bool = False) -> TensorHook:
-    """Stores the gradient of any intermediate tensor, which PyTorch does not keep, in `.stored`.
+    """Stores the gradient of a tensor that PyTorch keeps none of, in `.stored`.
 
     Set it before the backward pass; each pass replaces what the last one stored.
 
@@ -59,20 +57,14 @@ def hook_tensor(t: Tensor, detach: bool = True, cpu: bool = False) -> TensorHook
         detach: stores the gradient without a graph of its own.
         cpu: moves it to the CPU.
 
-    Returns:
-        A `TensorHook`, registered already: `.stored`, `.remove()`; also a context manager.
-
     Raises:
         ArgumentError: `t` is no tensor.
         HookError: `t` requires no gradient.
 
-    >>> x = torch.ones(2, 2, requires_grad=True)
-    >>> y = x + 2
-    >>> h = hook_tensor(y)
-    >>> (y**2).mean().backward()
+    >>> y = torch.ones(2, requires_grad=True) + 2
+    >>> with hook_tensor(y) as h: (y**2).sum().backward()
     >>> h.stored
-    tensor([[1.5000, 1.5000],
-            [1.5000, 1.5000]])
+    tensor([6., 6.])
     """
     if not isinstance(t, Tensor):
         raise ArgumentError(
@@ -84,36 +76,21 @@ def hook_tensor(t: Tensor, detach: bool = True, cpu: bool = False) -> TensorHook
             f"hook_tensor: this {describe(t)} tensor does not require a gradient. "
             "Compute it from parameters or inputs with requires_grad=True, outside no_grad."
         )
-    return TensorHook(t, Block("hook_tensor", "grad", None, detach, cpu))
+    hook, block = TensorHook(), Block("hook_tensor", "grad", None, detach, cpu)
+    handle = t.register_hook(lambda g: setattr(hook, "stored", store(g, block)))  # type: ignore
+    hook._undo.callback(handle.remove)
+    return hook
 
 
-def global_tables() -> list[dict[int, Any]]:
-    """PyTorch's dicts of global forward hooks, from which `untouched` takes those of `hook_all`."""
-    # Private by their names, in torch 1.8 to 2.13: no public function takes a global hook off that
-    # another has registered. Without them `hook_all` sees the runs of summaries.
-    home = torch.nn.modules.module
-    names = ("_global_forward_pre_hooks", "_global_forward_hooks")
-    return [getattr(home, name, {}) for name in names]
-
-
-def is_of_hook_all(hook: Any) -> bool:
-    """Whether `hook`, of one of the `global_tables`, is that of a `GlobalHook`."""
-    return isinstance(getattr(hook, "__self__", None), GlobalHook)
-
-
-class GlobalHook:
+class GlobalHook(_On):
     """A function called at each call of every module of the process. See `hook_all`."""
 
     def __init__(self, func: Callable[..., Any], types: Any, pre: bool) -> None:
+        super().__init__()
         self.func, self.types, self.n_calls, self._thread = func, types, 0, local()
-        self._undo = ExitStack()
         self._undo.enter_context(layer_by_layer())
         register = register_module_forward_pre_hook if pre else register_module_forward_hook
         self._undo.callback(register(self._call).remove)
-
-    def remove(self) -> None:
-        """Removes it. Can be repeated."""
-        self._undo.close()
 
     def _call(self, module: nn.Module, args: Any, *output: Any) -> None:
         busy = getattr(self._thread, "busy", False)  # the function may call a module itself
@@ -126,12 +103,6 @@ class GlobalHook:
         finally:
             self._thread.busy = False
 
-    def __enter__(self) -> GlobalHook:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
 
 def hook_all(
     hook_func: Callable[..., Any],
@@ -140,17 +111,15 @@ def hook_all(
 ) -> GlobalHook:
     """Calls `hook_func(module, input, output)` at each call of every module of the process.
 
-    Also for modules made later, for losses, and for models that no variable refers to. Use it in a
-    `with` block, or `remove()` it. Tensors are detached, keyword inputs are not given. What the
-    function returns is ignored. TorchScript runs no hooks; what is compiled runs eagerly meanwhile.
+    Also for modules made later, for losses, and for models that no variable refers to; each call
+    costs about 1 µs more. Tensors are detached, keyword inputs are not given, and what the function
+    returns is ignored. TorchScript runs no hooks; what is compiled runs eagerly meanwhile, in all
+    threads. `.n_calls` counts.
 
     Args:
         hook_func: `f(module, input, output)` or `f(output)`; `input` is a tuple.
         types: only modules of these classes.
         pre: calls `hook_func(module, input)` before the forward.
-
-    Returns:
-        A `GlobalHook`, registered already: `.remove()`, `.n_calls`; also a context manager.
 
     Raises:
         ArgumentError: `hook_func` is no function, `types` no module classes, or `pre` neither True
@@ -162,16 +131,10 @@ def hook_all(
     >>> seen
     [(4, 10), (4, 3)]
     """
-    given: Any = nn.Module if types is None else types
-    wanted = tuple(given) if isinstance(given, (tuple, list, set)) else (given,)
+    wanted: Any = nn.Module if types is None else types
+    wanted = tuple(wanted) if isinstance(wanted, (tuple, list, set)) else (wanted,)
     pre = check_flag("hook_all", "pre", pre)
-    if isinstance(hook_func, nn.Module):
-        raise ArgumentError(
-            f"hook_all: hook_func must be a function, found {kind_of(hook_func)}. hook_all sees "
-            "every model; for one use Hooks(model.modules(), f) or print_sizes(model)."
-        )
-    seen = ("module", "input") if pre else ("module", "input", "output")
-    func = check_function("hook_all", hook_func, *seen)
+    func = check_function("hook_all", hook_func, "module", "input", *([] if pre else ["output"]))
     if not all(isinstance(t, type) and issubclass(t, nn.Module) for t in wanted):
         raise ArgumentError(
             f"hook_all: types must be module classes, found {types!r}. Pass nn.Linear, or a tuple."
@@ -179,22 +142,30 @@ def hook_all(
     return GlobalHook(func, wanted, pre)
 
 
+def global_tables() -> list[dict[int, Any]]:
+    """PyTorch's dicts of global forward hooks, from which `untouched` takes those of `hook_all`."""
+    # Private by their names, in torch 1.8 to 2.13: no public function takes a global hook off that
+    # another has registered. Without them `hook_all` sees the runs of summaries.
+    names = ("_global_forward_pre_hooks", "_global_forward_hooks")
+    return [getattr(nn.modules.module, name, {}) for name in names]
+
+
+def is_of_hook_all(hook: Any) -> bool:
+    """Whether `hook`, of one of the `global_tables`, is that of a `GlobalHook`."""
+    return isinstance(getattr(hook, "__self__", None), GlobalHook)
+
+
 def print_sizes(model: nn.Module, file: TextIO | None = None) -> Hooks:
     """Prints `input shape → output shape`, name and class of each module of `model` as it runs.
 
-    A line is printed when a call ends, so inner modules come first. Use it in a `with` block, or
-    `remove()` it.
+    A line is printed when a call ends, so inner modules come first.
 
     Args:
         model: a model.
-        file: where to, as of `print`; the standard output by default.
-
-    Returns:
-        The `Hooks`, registered already.
+        file: where to, as of `print`.
 
     >>> net = nn.Sequential(nn.Linear(5, 10), nn.ReLU())
-    >>> with print_sizes(net):
-    ...     y = net(torch.randn(4, 5))
+    >>> with print_sizes(net): y = net(torch.randn(4, 5))
     4×5 → 4×10  0 (Linear)
     4×10 → 4×10  1 (ReLU)
     4×5 → 4×10  (model) (Sequential)
