@@ -57,6 +57,9 @@ def hook_tensor(t: Tensor, detach: bool = True, cpu: bool = False) -> TensorHook
         detach: stores the gradient without a graph of its own.
         cpu: moves it to the CPU.
 
+    Returns:
+        A `TensorHook`, registered already: `.stored`, `.remove()`; also a context manager.
+
     Raises:
         ArgumentError: `t` is no tensor.
         HookError: `t` requires no gradient.
@@ -114,12 +117,15 @@ def hook_all(
     Also for modules made later, for losses, and for models that no variable refers to; each call
     costs about 1 µs more. Tensors are detached, keyword inputs are not given, and what the function
     returns is ignored. TorchScript runs no hooks; what is compiled runs eagerly meanwhile, in all
-    threads. `.n_calls` counts.
+    threads.
 
     Args:
         hook_func: `f(module, input, output)` or `f(output)`; `input` is a tuple.
         types: only modules of these classes.
         pre: calls `hook_func(module, input)` before the forward.
+
+    Returns:
+        A `GlobalHook`, registered already: `.remove()`, `.n_calls`; also a context manager.
 
     Raises:
         ArgumentError: `hook_func` is no function, `types` no module classes, or `pre` neither True
@@ -163,6 +169,9 @@ def print_sizes(model: nn.Module, file: TextIO | None = None) -> Hooks:
     Args:
         model: a model.
         file: where to, as of `print`.
+
+    Returns:
+        The `Hooks`, registered already.
 
     >>> net = nn.Sequential(nn.Linear(5, 10), nn.ReLU())
     >>> with print_sizes(net): y = net(torch.randn(4, 5))
