@@ -17,7 +17,7 @@ from hookkit.callbacks import (
     SchedulerCallback,
 )
 from hookkit.errors import MissingExtraError, OptionError
-from hookkit.events import CancelBatchException
+from hookkit.events import CancelBatchException, CancelValidException
 from hookkit.testing import RegModel, mlp, synth_learner
 
 # --- TrainEvalCallback
@@ -324,6 +324,19 @@ def test_a_plateau_is_of_the_epochs_loss(n_val: int) -> None:
 
     assert learn.recorder.lrs == [1e-6, 1e-6, 5e-7]
     assert learn.scheduler.scheduler.best == learn.recorder.values[0][-1]
+
+
+def test_a_plateau_waits_for_an_epoch_that_is_validated() -> None:
+    def skip(cb: Any) -> None:
+        if cb.learn.epoch in (1, 2):
+            raise CancelValidException
+
+    cbs = [SchedulerCallback(plateau, by_epoch=True), Callback(before_validate=skip)]
+    learn = quiet(n_trn=1, lr=1e-6, cbs=cbs)
+
+    learn.fit(5)
+
+    assert learn.recorder.lrs == [1e-6, 1e-6, 1e-6, 1e-6, 5e-7]
 
 
 # --- ProgressCallback

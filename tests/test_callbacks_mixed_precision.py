@@ -116,6 +116,22 @@ def test_layers_run_in_half_precision_also_after_a_validation_within_a_batch(mod
     assert {p.dtype for p in learn.model.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("mode", ["fp16", "bf16"])
+def test_layers_run_in_full_precision_once_the_callback_is_removed(mode: str) -> None:
+    seen: list[Any] = []
+
+    def remove(cb: Any) -> None:
+        if cb.learn.iter == 2:
+            cb.learn.remove_cbs(MixedPrecision)
+
+    learn = learner(MixedPrecision(mode), Callback(before_batch=remove))
+    learn.model[0].register_forward_hook(lambda m, i, o: seen.append(o.dtype))
+
+    learn.fit(1)
+
+    assert [dtype is torch.float32 for dtype in seen] == [False] * 2 + [True] * 4
+
+
 @pytest.mark.parametrize("fused", [False, True])  # which steps, and does nothing
 def test_a_step_that_overflows_is_left_out_and_nothing_moves(fused: bool) -> None:
     schedule = SchedulerCallback(lambda opt, n: torch.optim.lr_scheduler.StepLR(opt, 1, 0.5))

@@ -1,5 +1,7 @@
 """Every rule: it is found in a training with its mistake, and not in the same without it."""
 
+from dataclasses import replace
+
 import pytest
 from health_loops import LOOPS
 
@@ -35,3 +37,11 @@ def test_a_rule_is_silent_without_it(rule):
 
     assert rule not in found.rules
     assert not found.alarms, found
+
+
+def test_epochs_that_were_not_validated_do_not_hide_an_overfit():
+    run = LOOPS["overfit"](True)
+    left_out = {"epoch": 0, "train_loss": 0.1, "valid_loss": None}
+    rows = [row for each in run.valid for row in (each, left_out)]
+
+    assert "overfit" in diagnose(replace(run, valid=rows)).rules

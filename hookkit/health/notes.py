@@ -58,7 +58,8 @@ def _by_depth(run: View, rule: str) -> Iterator[Finding]:
 
 def overfit(run: View) -> Iterator[Finding]:
     """A validation loss that rises by a tenth above its best, and above the training loss."""
-    rows = [r for r in run.run.valid if {"train_loss", "valid_loss"} <= set(r)]
+    # a part that was left out in an epoch has no loss there
+    rows = [r for r in run.run.valid if None not in (r.get("train_loss"), r.get("valid_loss"))]
     valid = np.array([r["valid_loss"] for r in rows], float)
     if len(rows) < 4 or not np.isfinite(valid).all() or valid.argmin() >= len(rows) - 2:
         return
