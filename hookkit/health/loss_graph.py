@@ -112,10 +112,15 @@ def is_found(loss: Tensor) -> bool:
         node, number = todo.pop()
         if number in node.metadata.get(FOUND, ()):
             continue
-        scaled = op_name(node) in ("Mul", "Div") and takes_one(node)
-        if not (scaled or op_name(node) in _ADDS):
+        name, inputs = op_name(node), list(node.next_functions)
+        if name == "_DDPSink":  # DistributedDataParallel hands its outputs on
+            inputs = inputs[number : number + 1]
+        elif name in ("Mul", "Div", "Sub"):  # by a number, or a number less
+            if not takes_one(node) or (name != "Mul" and first_input(node) is None):
+                return False
+        elif name not in _ADDS | _CLAMPS | {"NanToNum", "Where"}:
             return False
-        todo += [(before, i) for before, i in node.next_functions if before is not None]
+        todo += [(before, i) for before, i in inputs if before is not None]
     return True
 
 

@@ -118,15 +118,15 @@ class Sensors:
             found: what was taken for the loss in `pred`. Where backward() is called on another,
                 `other_loss` becomes True.
         """
+        node: Any
         self._named |= loss_func is not None
         if self._root is None and self._tries > 0 and not is_transforming():
             self._tries -= 1
-            node: Any
             for node in {t.grad_fn for t in leaves(pred) if t.grad_fn is not None}:
                 node.register_prehook(partial(self._see_backward, get_ident()))
-            if found is not None and found.grad_fn is not None:
-                self._marked, node = True, found.grad_fn
-                node.metadata.setdefault(FOUND, set()).add(found.output_nr)
+        if self._root is None and found is not None and found.grad_fn is not None:
+            self._marked, node = True, found.grad_fn
+            node.metadata.setdefault(FOUND, set()).add(found.output_nr)
         name = (loss_name(loss_func) or "").lower().replace("_", "")
         by_class = name.startswith("crossentropy") and isinstance(pred, Tensor)
         mean = getattr(loss_func, "reduction", "mean") == "mean"
