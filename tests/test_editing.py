@@ -115,6 +115,26 @@ def test_several_modules_by_selection_or_iterable() -> None:
     assert listed.n_calls == {"0": 1, "1": 1}
 
 
+def test_a_sequential_is_one_module_and_a_list_of_modules_is_several() -> None:
+    net = nn.Sequential(nn.Identity(), nn.Identity())
+
+    assert edit_outputs is edit_output
+    for modules, wanted in ((net, 2), (list(net), 4), (nn.ModuleList(net), 4)):
+        with edit_output(modules, scale(2)):
+            assert net(torch.ones(1)).item() == wanted
+
+
+def test_a_module_dict_with_a_forward_of_its_own_is_one_module() -> None:
+    class Block(nn.ModuleDict):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    with edit_output(block := Block({"a": nn.Identity()}), scale(2)) as edits:
+        assert block(torch.ones(1)).item() == 4
+
+    assert len(edits) == 1
+
+
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_structures_keep_their_type(name: str) -> None:
     layer, x = Gives(STRUCTURES[name]), torch.randn(1, 4)
@@ -421,7 +441,7 @@ def test_a_replacement_of_another_structure_names_the_layer(name: str) -> None:
     net = nn.ModuleDict({"net": Gives(STRUCTURES[name])})
 
     with (
-        pytest.raises(HookError, match=r"edit_outputs on 'net' \(Gives\): the replacement is 1×4"),
+        pytest.raises(HookError, match=r"edit_output on 'net' \(Gives\): the replacement is 1×4"),
         edit_outputs(select(net, "net"), lambda m, i, o: leaves(o)[0].reshape(1, 4)),
     ):
         net["net"](torch.randn(1, 4))
@@ -456,7 +476,7 @@ def test_what_was_never_reached_is_reported_by_name() -> None:
     with (
         pytest.warns(
             NeverFiredWarning,
-            match=r"edit_outputs: 1 of 2 hooks never fired: 'b' \(ReLU\): not called, .*\. Run",
+            match=r"edit_output: 1 of 2 hooks never fired: 'b' \(ReLU\): not called, .*\. Run",
         ),
         edit_outputs(select(net, "*"), zero()),
     ):

@@ -188,7 +188,7 @@ def test_a_forward_outside_the_block_is_not_edited_in_its_recomputation(x: Tenso
         lambda: edit_function(F.softmax, scale(3.0)),
         lambda: edit_function(F.softmax, scale(3.0), within=net),
         lambda: edit_function(F.softmax, scale(3.0), within=[nn.Sequential(net)]),
-        lambda: edit_outputs(net, scale(3.0)),
+        lambda: edit_outputs(list(net), scale(3.0)),
     ]
     for block in blocks:
         net.zero_grad()

@@ -221,7 +221,7 @@ def test_the_attention_inside_of_pytorchs_own_is_seen(x: Tensor) -> None:
 
 
 def test_what_is_given_as_within_is_checked(net: nn.Sequential) -> None:
-    with pytest.raises(ArgumentError, match="hook_function: expected several modules, found the s"):
+    with pytest.raises(ArgumentError, match="hook_function: expected modules, found the s"):
         hook_function(F.relu, within="0")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r'"0\[0\]" selects a part of an output. Leave out \[0\]'):
         hook_function(F.relu, within=select(net, "0[0]"))

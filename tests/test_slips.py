@@ -58,7 +58,7 @@ def test_hooks_on_nothing_are_an_error(f: Any) -> None:
 
 
 def test_a_name_in_the_place_of_a_module() -> None:
-    with pytest.raises(ArgumentError, match=r'edit_outputs\(select\(model, "fc1"\), …\)'):
+    with pytest.raises(ArgumentError, match=r'"fc1"\. Pass select\(model, "fc1"\)'):
         edit_output("fc1", zero())  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r'hook_outputs\(select\(model, "fc1"\)\)'):
         hook_output("fc1")  # type: ignore[arg-type]

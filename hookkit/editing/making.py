@@ -18,102 +18,87 @@ from torch import nn
 from hookkit.editing.edit import Calls, Function, edit_block
 from hookkit.errors import OptionError, nearest
 from hookkit.hooks import FunctionHooks, Hooks
-from hookkit.hooks.attach import check_hookable
 from hookkit.hooks.collection import Modules, Named, named_modules_of, some
 from hookkit.hooks.functions import Within, function_kind
 from hookkit.selecting import select
 
 
-def edit_output(module: nn.Module, f: Function, *, calls: Calls = None) -> Hooks:
-    """Replaces what `module` returns by what `f(module, input, output)` returns.
+def edit_output(
+    modules: nn.Module | Modules,
+    f: Function | Mapping[str, Function],
+    *,
+    calls: Calls = None,
+) -> Hooks:
+    """Replaces what a module returns by what `f(module, input, output)` returns.
 
-    Registered at once, and removed by `remove()` or at the end of its `with` block, which warns if
-    the layer was never reached. In the block compiled models run eagerly. Activation checkpointing
-    runs the layer again in the backward pass: run that inside the block too, or its gradients are
-    those of the layer without the edit.
+    Registered at once, on all modules or none, and removed by `remove()` or at the end of its
+    `with` block, which warns of layers that were never reached. In the block compiled models run
+    eagerly. Activation checkpointing runs layers again in the backward pass: run that inside the
+    block too, or its gradients are those of the layers without the edit.
     `Hook(module, f, edit=True)` edits in the same way, and stores the result; with `prepend=True`
-    before the hooks that the module has.
+    before the hooks that the module has. `edit_outputs` is another name of this function.
 
     Args:
-        module: the layer.
+        modules: one module (a Sequential is one, with what it returns itself); or several: an
+            iterable of modules, a ModuleList, or what `select` returns, which brings names and leaf
+            paths: of `"lstm[0]"` only that tensor is given to `f`. One given twice is edited once.
         f: gets the positional and keyword inputs as an `Inputs` tuple, and the live output; gives
             the replacement, of the same structure, or None to leave it. A function of one argument
             gets the output alone; one that also has a parameter `name` without a default gets the
             layer's name. Or a ready-made edit: `zero`, `scale`, `add`, `replace`, `patch_from`. It
-            must not write into the output.
-        calls: which calls of the module are edited, by their number, from 0 in each `with`: a
+            must not write into the output. Or a dict with another edit for each layer,
+            `{"blocks.3": add(v), "blocks.5": zero()}`: of a selection by its names, of the model
+            itself by whatever `select` takes. Layers that it does not name are left alone.
+        calls: which calls of a module are edited, by their number, from 0 in each `with`: a
             collection of numbers, one number, or a function `f(number)`; None edits all. In
             `generate` 0 is the prompt, and each further call a token; give each its own `with`.
 
     Returns:
-        `Hooks` that store nothing. `n_calls` counts the calls that reached each layer (or the
-        gradients), by name; not those that a checkpoint repeats, nor those of a compiled graph.
+        `Hooks` that store nothing, also for one module. `n_calls` counts the calls that reached
+        each layer (or the gradients), by its name or position; not those that a checkpoint
+        repeats, nor those of a compiled graph.
 
     Raises:
-        ArgumentError: `module` is no module, or `f` no function.
-        OptionError: `calls` has what is no number of a call.
-        HookError: `module` is scripted; later, in the forward: a replacement of another structure,
+        ArgumentError: `modules` holds what is no module; `f` is no function.
+        OptionError: no module is given; a key of `f` means no layer, or two keys mean one; `calls`
+            has what is no number of a call.
+        HookError: a module is scripted; later, in the forward: a replacement of another structure,
             a ready-made edit of an object in which no tensor is found, or `calls` where numbers are
             not known: in a compiled graph, and in a checkpoint's recomputation of several calls.
             Where a ready-made edit does not fit, PyTorch's own error has a note with the layer.
 
     >>> import torch
-    >>> net = nn.Sequential(nn.Identity(), nn.Flatten())
-    >>> with edit_output(net[0], lambda module, input, output: output + 1):
-    ...     net(torch.zeros(1, 2))
-    tensor([[1., 1.]])
+    >>> from hookkit.edits import zero
+    >>> from hookkit.selecting import select
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    >>> with edit_output(net[1], lambda module, input, output: output + 1) as edits:
+    ...     _ = net(torch.ones(1, 2))
+    >>> with edit_output(select(net, nn.Linear), zero()) as edits:
+    ...     net(torch.ones(1, 2)).sum().item(), edits.n_calls
+    (0.0, {'0': 1, '2': 1})
     """
-    return _edits("edit_output", "forward", module, f, calls)
+    return _edits("edit_output", "forward", modules, f, calls)
 
 
-def edit_outputs(
-    modules: Modules | nn.Module,
+def edit_input(
+    modules: nn.Module | Modules,
     f: Function | Mapping[str, Function],
     *,
     calls: Calls = None,
 ) -> Hooks:
-    """`edit_output` for several modules, registered all or none. One given twice is edited once.
+    """Replaces what a module is called with by what `f(module, input)` returns.
+
+    `edit_inputs` is another name of it. Everything that is not said here is as in `edit_output`.
 
     Args:
-        modules: an iterable of modules, a Sequential (its children), or what `select` returns,
-            which brings names and leaf paths: of `"lstm[0]"` only that tensor is given to `f`.
-        f: as in `edit_output`, for each module; or a dict with another edit for each,
-            `{"blocks.3": add(v), "blocks.5": zero()}`: of a selection by its names, of the model
-            itself by whatever `select` takes. Layers that it does not name are left alone.
-        calls: as in `edit_output`, for each module.
-
-    Returns:
-        `Hooks` that store nothing; `n_calls` counts the calls that reached each layer, by name.
-
-    Raises:
-        ArgumentError, OptionError, HookError: as `edit_output`.
-
-    >>> import torch
-    >>> from hookkit.edits import zero
-    >>> from hookkit.selecting import select
-    >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    >>> with edit_outputs(select(net, nn.Linear), zero()) as edits:
-    ...     net(torch.ones(1, 2)).sum().item(), edits.n_calls
-    (0.0, {'0': 1, '2': 1})
-    """
-    return _edits("edit_outputs", "forward", modules, f, calls)
-
-
-def edit_input(module: nn.Module, f: Function, *, calls: Calls = None) -> Hooks:
-    """Replaces what `module` is called with by what `f(module, input)` returns.
-
-    Args:
-        module: the layer.
+        modules, calls: as in `edit_output`; leaf paths are into the inputs.
         f: gets an `Inputs`: a tuple of the positional inputs, keyword inputs by name
             (`input["mask"]`, `input.kwargs`). It gives the one positional input, a tuple of as many
-            as there are (keyword inputs stay), an `Inputs` for all, or None. Or a ready-made edit.
-        calls: as in `edit_output`.
+            as there are (keyword inputs stay), an `Inputs` for all, or None. Or a ready-made edit,
+            or a dict of edits.
 
     Returns:
-        `Hooks` that store nothing; `n_calls` counts the calls that reached the layer.
-
-    Raises:
-        ArgumentError, OptionError, HookError: as `edit_output`.
+        `Hooks` that store nothing, as `edit_output`.
 
     >>> import torch
     >>> from hookkit.edits import scale
@@ -121,55 +106,25 @@ def edit_input(module: nn.Module, f: Function, *, calls: Calls = None) -> Hooks:
     ...     layer(torch.ones(2))
     tensor([2., 2.])
     """
-    return _edits("edit_input", "pre", module, f, calls)
+    return _edits("edit_input", "pre", modules, f, calls)
 
 
-def edit_inputs(
-    modules: Modules | nn.Module,
-    f: Function | Mapping[str, Function],
-    *,
-    calls: Calls = None,
-) -> Hooks:
-    """`edit_input` for several modules, registered all or none.
-
-    Args:
-        modules: as in `edit_outputs`; leaf paths are into the inputs.
-        f: as in `edit_input`, or a dict of edits by name, as in `edit_outputs`.
-        calls: as in `edit_output`, for each module.
-
-    Returns:
-        `Hooks` that store nothing; `n_calls` counts the calls that reached each layer, by name.
-
-    Raises:
-        ArgumentError, OptionError, HookError: as `edit_output`.
-
-    >>> import torch
-    >>> from hookkit.edits import scale
-    >>> net = nn.Sequential(nn.Identity(), nn.Identity())
-    >>> with edit_inputs(net, scale(3)):
-    ...     net(torch.ones(2))
-    tensor([9., 9.])
-    """
-    return _edits("edit_inputs", "pre", modules, f, calls)
-
-
-def edit_grad(module: nn.Module, f: Function) -> Hooks:
-    """Replaces the gradient of each tensor that `module` returns by what `f(module, grad)` returns.
+def edit_grad(modules: nn.Module | Modules, f: Function | Mapping[str, Function]) -> Hooks:
+    """Replaces the gradient of each tensor that a module returns by what `f(module, grad)` returns.
 
     Backward goes on from there with the replacement. Forward and backward have to run inside the
     block. It sees the gradient after the edits and hooks that were written before it, and after
-    those on a module inside that gives the same tensor.
+    those on a module inside that gives the same tensor. `edit_grads` is another name of it.
+    Everything that is not said here is as in `edit_output`.
 
     Args:
-        module: the layer.
+        modules: as in `edit_output`.
         f: is called for each tensor of the output by itself, when its gradient arrives, and gives a
-            tensor of its shape, or None; it must not write into the gradient. Or a ready-made edit.
+            tensor of its shape, or None; it must not write into the gradient. Or a ready-made edit,
+            or a dict of edits.
 
     Returns:
         `Hooks` that store nothing; `n_calls` counts the gradients that were edited.
-
-    Raises:
-        ArgumentError, HookError: as `edit_output`.
 
     >>> import torch
     >>> from hookkit.edits import scale
@@ -179,31 +134,10 @@ def edit_grad(module: nn.Module, f: Function) -> Hooks:
     >>> x.grad
     tensor([5., 5.])
     """
-    return _edits("edit_grad", "grad", module, f)
+    return _edits("edit_grad", "grad", modules, f)
 
 
-def edit_grads(modules: Modules | nn.Module, f: Function | Mapping[str, Function]) -> Hooks:
-    """`edit_grad` for several modules, registered all or none.
-
-    Args:
-        modules: as in `edit_outputs`.
-        f: as in `edit_grad`, or a dict of edits by name, as in `edit_outputs`.
-
-    Returns:
-        `Hooks` that store nothing; `n_calls` counts the gradients of each layer, by name.
-
-    Raises:
-        ArgumentError, HookError: as `edit_output`.
-
-    >>> import torch
-    >>> from hookkit.edits import scale
-    >>> x = torch.ones(2, requires_grad=True)
-    >>> with edit_grads(net := nn.Sequential(nn.Identity(), nn.Identity()), scale(5)):
-    ...     net(x).sum().backward()
-    >>> x.grad
-    tensor([25., 25.])
-    """
-    return _edits("edit_grads", "grad", modules, f)
+edit_outputs, edit_inputs, edit_grads = edit_output, edit_input, edit_grad
 
 
 def edit_function(
@@ -267,13 +201,18 @@ def _edits(who: str, kind: str, modules: Any, f: Any, calls: Calls = None) -> Ho
     """Registered hooks that edit and store nothing, one for each module (or part of its output)."""
     if isinstance(f, Mapping):
         named, f = _by_layer(who, modules, f)
-    elif who.endswith("s"):
-        named = some(named_modules_of(modules, who), who)
-    else:
-        check_hookable(modules, who)
+    elif isinstance(modules, nn.Module) and not _only_holds(modules):
         named = [(None, modules, "")]
+    else:
+        named = some(named_modules_of(modules, who), who)
     once = {(id(m), leaf): (name, m, leaf) for name, m, leaf in named}
     return Hooks.made_of(list(once.values()), edit_block(who, kind, f, calls), modules)
+
+
+def _only_holds(module: nn.Module) -> bool:
+    """Whether it is a list or dict of modules, without a forward of its own."""
+    is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return is_container and type(module).forward is nn.Module.forward
 
 
 def _by_layer(

@@ -138,7 +138,7 @@ def remove_all(handles: Sequence[RemovableHandle]) -> None:
         raise
 
 
-_SINGLE = ("hook_output", "hook_input", "edit_output", "edit_input", "edit_grad")
+_SINGLE = ("hook_output", "hook_input")
 
 
 def check_hookable(module: Any, who: str) -> None:
@@ -146,8 +146,7 @@ def check_hookable(module: Any, who: str) -> None:
     if not isinstance(module, nn.Module):
         hint = ""
         if who in _SINGLE and isinstance(module, str):
-            more = ", …" if who.startswith("edit") else ""
-            hint = f'By name: {who}s(select(model, "{module:.60}"){more}).'
+            hint = f'By name: {who}s(select(model, "{module:.60}")).'
         elif who in _SINGLE and isinstance(module, Mapping | list | tuple):
             hint = f"{who}s takes several."
         check_module(who, module, hint)

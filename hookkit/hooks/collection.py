@@ -259,10 +259,13 @@ def named_modules_of(ms: Any, who: str) -> list[Named]:
         leaf = getattr(ms, "leaf", lambda name: "")
         return [(name, m, leaf(name)) for name, m in ms.items()]
     if isinstance(ms, (str, nn.Module)) or not isinstance(ms, Iterable):
-        what = f'the string "{ms}"' if isinstance(ms, str) else type(ms).__name__
-        one = "Hook" if who == "Hooks" else who.removesuffix("s")
+        by_name = isinstance(ms, str)
+        what = f'the string "{ms}"' if by_name else type(ms).__name__
+        select = f'select(model, "{ms:.60}")' if by_name else "select(model, ...)"
+        several = "several " if who.endswith("s") else ""
+        one = f"; {who.removesuffix('s')} takes a single module" if several else ""
         raise ArgumentError(
-            f"{who}: expected several modules, found {what}. Pass select(model, ...), a list of "
-            f"modules, or model.children(); {one} takes a single module."
+            f"{who}: expected {several}modules, found {what}. Pass {select}, a list of modules, or "
+            f"model.children(){one}."
         )
     return [(*m, "") if isinstance(m, tuple) and len(m) == 2 else (None, m, "") for m in ms]
