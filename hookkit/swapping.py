@@ -79,7 +79,7 @@ def swap(
         for m in wrappers:
             stack.callback(attach(m, lambda m, *_: called.add(m), pre=True).remove)
         for parent, key, child in places:
-            stack.callback(_restore, parent, key, child, made[unwrap(child)])
+            stack.callback(_restore, parent, key, child, made[unwrap(child)], parent.training)
             # Private by its name: `Module._modules`, since torch 0.1. The public `setattr` runs
             # code of the user's class and cannot be undone.
             parent._modules[key] = made[unwrap(child)]
@@ -142,11 +142,18 @@ def _made(original: nn.Module, replacement: Any) -> nn.Module:
     return made
 
 
-def _restore(parent: nn.Module, key: str, original: nn.Module, made: nn.Module) -> None:
-    """Puts an original back, unless its replacement is no longer there."""
+def _restore(
+    parent: nn.Module, key: str, original: nn.Module, made: nn.Module, training: bool
+) -> None:
+    """Put an original back, unless its replacement is no longer there.
+
+    If the block has changed the mode of `parent`, which was `training`, the original gets it too.
+    """
     now = parent._modules[key]
     if now is made:
         parent._modules[key] = original
+        if parent.training != training:
+            original.train(parent.training)
     elif now is not original:
         warn(
             f'swap: inside the block other code put a {type(now).__name__} in the place of "{key}" '

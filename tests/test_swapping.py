@@ -115,6 +115,19 @@ def test_both_names_of_a_shared_module_give_its_replacement(wanted: Any) -> None
     assert new["b"].n_calls == 1
 
 
+def test_an_original_follows_its_model_into_another_mode() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Linear(2, 2), nn.Dropout()), nn.Dropout())
+    model[2].eval()
+
+    with swap(model, {"0": nn.Identity(), "1.1": nn.Identity()}):
+        model.eval()
+    assert [m.training for m in model.modules()] == [False] * 6
+
+    with swap(model, {"0": nn.Identity(), "2": nn.Identity()}):
+        model[1].train()
+    assert [m.training for m in model.modules()] == [False, False, True, True, True, False]
+
+
 def test_made_modules_get_the_mode_of_the_original_and_given_ones_keep_theirs() -> None:
     net = mlp().train()
     net[3].eval()
