@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 from learners import EventLog, quiet as quiet_learner
 
-from hookkit import events
 from hookkit.callbacks import Callback
-from hookkit.events import BATCH_EVENTS, CANCELS, EVENTS
+from hookkit.events import CANCELS
 
 TRAIN_BATCH = [
     "before_batch",
@@ -172,23 +171,3 @@ def test_any_other_exception_skips_every_later_event() -> None:
     seen = events_of(body, raiser("after_pred", ZeroDivisionError))
 
     assert seen == ["before_fit", "before_epoch", "before_train", "before_batch"]
-
-
-# --- the tables
-
-
-def test_the_events_are_fastais() -> None:
-    fastais = """
-        after_create before_fit before_epoch before_train before_batch after_pred after_loss
-        before_backward after_cancel_backward after_backward before_step after_cancel_step
-        after_step after_cancel_batch after_batch after_cancel_train after_train before_validate
-        after_cancel_validate after_validate after_cancel_epoch after_epoch after_cancel_fit
-        after_fit
-    """
-    assert list(EVENTS) == fastais.split()
-    cancels = {f"after_cancel_{part}" for part in ("backward", "step", "batch")}
-    assert {*TRAIN_BATCH, *cancels} == BATCH_EVENTS
-    for part, error in CANCELS.items():
-        assert {f"before_{part}", f"after_{part}", f"after_cancel_{part}"} <= set(EVENTS)
-        assert getattr(events, error.__name__) is error
-        assert error.__name__ == f"Cancel{'Valid' if part == 'validate' else part.title()}Exception"
