@@ -107,7 +107,8 @@ def spread(parts: Parts) -> Parts:
     for path, x in parts:
         if isinstance(x, Tensor) and x.is_nested:
             rows = x.detach().unbind()
-            values = torch.cat([row.reshape(-1) for row in rows]) if rows else torch.empty(0)
+            none = torch.empty(0, dtype=x.dtype, device=x.device)
+            values = torch.cat([none, *(row.reshape(-1) for row in rows)])
             sizes = torch.tensor([row.shape for row in rows], device="cpu")
             found += [(path, values), (f"{path}.sizes", sizes)]
         else:
