@@ -181,28 +181,14 @@ def test_the_model_does_not_get_the_ids(ids: Any, tmp_path: Path) -> None:
     assert torch.equal(acts["0"][:], inputs(6))
 
 
-def test_a_function_of_the_batch_is_mask_and_ids(tmp_path: Path) -> None:
-    model = net()
+def test_a_layer_that_is_called_twice_is_refused_or_gives_its_first_call(tmp_path: Path) -> None:
+    model = nn.Sequential(shared := nn.Identity(), net()[0], shared, nn.Identity())
 
-    acts = collect(model, loader(), "0", tmp_path, ids=lambda b: b[1], mask=lambda b: b[1] % 3 == 0)
+    with pytest.raises(HookError, match=r'"0" was called 2 times for a batch.* stop=True'):
+        collect(model, loader(), ["0", "3"], tmp_path)
+    acts = collect(model, loader(), ["0", "3"], tmp_path, stop=True)
 
-    assert acts.ids.tolist() == [102, 105, 108]
-    assert torch.equal(acts["0"][:], model[0](inputs())[2::3].detach())
-
-
-@pytest.mark.parametrize("stop", [False, True])
-def test_a_layer_that_is_called_twice_is_refused_or_gives_its_first_call(
-    stop: bool, tmp_path: Path
-) -> None:
-    first = net()[0]
-    model = nn.Sequential(shared := nn.Identity(), first, shared, nn.Identity())
-
-    if stop:
-        acts = collect(model, loader(), ["0", "3"], tmp_path, stop=True)
-        assert torch.equal(acts["0"][:], inputs())
-    else:
-        with pytest.raises(HookError, match=r'"0" was called 2 times for a batch.* stop=True'):
-            collect(model, loader(), ["0", "3"], tmp_path)
+    assert torch.equal(acts["0"][:], inputs())
 
 
 @pytest.mark.parametrize("n", [1, 4, 6, 11, 50])
@@ -390,18 +376,16 @@ def test_a_recorder_of_the_user_sees_the_run_and_not_the_loader(tmp_path: Path) 
     assert torch.equal(acts["0"][:], model[0](inputs()).detach())
 
 
-@pytest.mark.parametrize(("stop", "n_calls"), [(False, 3), (True, 0)])
-def test_what_follows_the_layers_runs_unless_a_forward_stops(
-    stop: bool, n_calls: int, tmp_path: Path
-) -> None:
-    later: list[Any] = []
+@pytest.mark.parametrize("stop", [False, True])
+def test_what_follows_the_layers_runs_unless_a_forward_stops(stop: bool, tmp_path: Path) -> None:
     model = nn.Sequential(net(), nn.Identity())
-    model[1].register_forward_hook(lambda m, i, o: later.append(1))
 
-    acts = collect(model, loader(), ["0.0", "0.2"], tmp_path, stop=stop)
+    with hook_output(model[1]) as h:
+        acts = collect(model, loader(), ["0.0", "0.2"], tmp_path, stop=stop)
+        assert h.n_calls == (0 if stop else 3)
+        model(inputs())
 
-    assert len(later) == n_calls
-    assert torch.equal(acts["0.2"][:], model(inputs()).detach())
+    assert torch.equal(acts["0.2"][:], net()(inputs()).detach())
 
 
 def test_there_may_be_more_layers_than_files_may_be_open(tmp_path: Path) -> None:
@@ -454,38 +438,32 @@ def test_a_link_to_another_folder_is_not_followed(tmp_path: Path) -> None:
     assert len(Activations(tmp_path / "a").ids) == 11
 
 
-def dies(folder: Path, error: Any) -> None:
+def ends(folder: Path, kill: bool) -> None:
+    """Collects, and comes to an end in the third batch."""
     calls = []
 
     def hook(o: Tensor) -> Tensor:
         calls.append(1)
         if len(calls) == 3:
-            if error is signal.SIGKILL:
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise error
+            os.kill(os.getpid(), signal.SIGKILL) if kill else 1 / 0
         return o
 
     collect(net(), loader(), "0", folder, hook=hook)
 
 
-def test_a_run_that_ended_by_an_error_is_incomplete(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError) as caught:
-        dies(tmp_path, ZeroDivisionError)
+@pytest.mark.parametrize("kill", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_that_came_to_an_end_is_incomplete(kill: bool, tmp_path: Path) -> None:
+    if kill:
+        (process := started(ends, tmp_path, kill)).join()
+        assert process.exitcode == -signal.SIGKILL
+    else:
+        with pytest.raises(ZeroDivisionError) as caught:
+            ends(tmp_path, kill)
+        assert "collect: in batch 2, [3×4, 3]" in caught.value.__notes__
 
-    assert "collect: in batch 2, [3×4, 3]" in caught.value.__notes__
     with pytest.raises(OptionError, match=r"is incomplete: 8 rows of each layer are whole"):
         Activations(tmp_path)
     assert np.array_equal(np.load(tmp_path / "rank0" / "layer0.npy"), net()[0](inputs(8)).detach())
-
-
-@pytest.mark.slow
-def test_a_run_that_was_killed_is_incomplete(tmp_path: Path) -> None:
-    process = started(dies, tmp_path / "acts", signal.SIGKILL)
-    process.join()
-
-    assert process.exitcode == -signal.SIGKILL
-    with pytest.raises(OptionError, match=r"is incomplete: 8 rows of each layer are whole"):
-        Activations(tmp_path / "acts")
 
 
 def test_a_first_batch_that_fails_leaves_the_folder_empty(tmp_path: Path) -> None:
