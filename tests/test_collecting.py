@@ -637,7 +637,7 @@ def test_parts_that_do_not_fit_are_refused(change: str, parts: Activations) -> N
     text = index.read_text()
     index.write_text(text.replace(change, to) if change in text else text.replace(to, change))
 
-    with pytest.raises(OptionError, match="differ in layers, shapes or dtypes"):
+    with pytest.raises(OptionError, match="all with the same layers, shapes and dtypes"):
         Activations(parts.path)
 
 
@@ -645,10 +645,10 @@ def test_parts_that_do_not_fit_are_refused(change: str, parts: Activations) -> N
 def test_a_missing_part_is_said(rank: int, parts: Activations) -> None:
     (parts.path / f"rank{rank}").rename(parts.path.parent / "elsewhere")
 
-    with pytest.raises(OptionError, match=r"has parts of ranks .* not \[0, 1, 2\]"):
+    with pytest.raises(OptionError, match=r"parts of the ranks \[.\, .\], and needs \[0, 1, 2\]"):
         Activations(parts.path)
 
 
 def test_a_folder_without_activations_is_said(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"has parts of ranks \[\]"):
+    with pytest.raises(OptionError, match=r"has parts of the ranks \[\], and needs \[0\]"):
         Activations(tmp_path)

@@ -9,7 +9,7 @@ from processes import in_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from hookkit import Activations, Covariance, Mean, TopK, collect
+from hookkit import Activations, Covariance, Mean, TopK, activation_stream, collect
 from hookkit.errors import OptionError
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
@@ -58,6 +58,8 @@ def in_group(rank: int, folder: Path) -> None:
         torch.save(read(found["1"]), folder / f"{type(blank).__name__}{rank}")
     with pytest.raises(OptionError, match="over several processes give ids="):
         collect(model(), loader(rank), "0", folder / "wrong")
+    streamed = [*activation_stream(model(), loader(rank), "1", batch_size=2)]
+    assert sum(map(len, streamed)) == len(loader(rank).dataset)
     # all of them refuse the folder, or none
     if rank == 1:
         (folder / "mine").mkdir()

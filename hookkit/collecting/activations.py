@@ -123,8 +123,8 @@ class Activations(dict[str, "Layer"]):
         wanted = [*range(indices[0]["ranks"])] if indices else [0]
         if sorted(parts) != wanted or any(index != indices[0] for index in indices):
             raise OptionError(
-                f"Activations: {folder} has parts of ranks {sorted(parts)}, not {wanted}, or they "
-                "differ in layers, shapes or dtypes. Give a folder with all parts of one collect."
+                f"Activations: {folder} is not what one collect wrote: it has parts of the ranks "
+                f"{sorted(parts)}, and needs {wanted}, all with the same layers, shapes and dtypes."
             )
         in_order = [parts[rank] for rank in range(len(parts))]
         self.ids = torch.from_numpy(np.concatenate([np.load(p / "ids.npy") for p in in_order]))

@@ -88,6 +88,8 @@ def collect(
             f"collect(accumulate={accumulate!r}): give an accumulator, such as Mean() or TopK(10), "
             "or an object with update(rows, ids) and merge(other)."
         )
+    if ranks.is_distributed() and ids is None:
+        raise OptionError("collect: over several processes give ids=, the samples' numbers.")
     options = (rows, mask, hook, forward, stop, ids, max_rows, out_dir is not None)
     source = LayerRows("collect", model, loader, layers, *options)
     files = None if out_dir is None else RowFiles(out_dir, overwrite, [*source.layers])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookkit import checks, ranks
+from hookkit import checks
 from hookkit.data import check_loader, no_batches, to_device
 from hookkit.errors import ArgumentError, HookError, ModelRunError, OptionError
 from hookkit.hooks.block import KINDS
@@ -62,8 +62,6 @@ class LayerRows:
             checks.check_number(who, "max_rows", self.max_rows, 1, whole=True)
         selectors = self.layers if isinstance(self.layers, list | tuple) else [self.layers]
         self.layers = select(unwrap(model), *selectors)
-        if ranks.is_distributed() and self.ids is None:
-            raise OptionError(f"{who}: over several processes give ids=, the samples' numbers.")
         tensors = [*model.parameters(), *model.buffers()]
         if any(map(nn.parameter.is_lazy, tensors)):
             raise ArgumentError(f"{who}: a parameter has no shape yet. Run the model once.")
@@ -102,22 +100,22 @@ class LayerRows:
                 self.forward(self.model, data)
             else:
                 self.model(*given, **given.kwargs)
-            self._check_calls(hooks)  # inside, for one error in place of a warning and an error
-        self._check_calls(hooks)
+            for name, n in hooks.n_calls.items():
+                if n == 0 or (n > 1 and not self.stop):
+                    raise HookError(
+                        f'{self.who}: "{name}" was called {n} times for a batch, and not once. '
+                        "Select modules that are called once (model.forward(x) calls no hook); "
+                        "stop=True takes the first of several calls."
+                    )
         tensors, shape = self._tensors(hooks, len(first) if known and not self.forward else None)
         places = torch.arange(math.prod(shape), device="cpu")
         if mask is not None:
-            mask = torch.as_tensor(mask, device="cpu")
-            if mask.shape != shape or not ((mask == 0) | (mask == 1)).all():
-                raise self._unfit("mask", mask, shape, "zeros and ones")
-            places = mask.flatten().nonzero()[:, 0]
+            places = self._checked("mask", mask, shape, "zeros and ones").flatten().nonzero()[:, 0]
         if self.max_rows is not None:
             places = places[: self.max_rows - self._n_rows]
         numbers = torch.arange(self._n_samples, self._n_samples + shape[0], device="cpu")
         if ids is not None:
-            numbers = torch.as_tensor(ids, device="cpu")
-            if numbers.shape != shape[:1] or numbers.dtype not in _WHOLE:
-                raise self._unfit("ids", numbers, shape[:1], "whole numbers")
+            numbers = self._checked("ids", ids, shape[:1], "whole numbers")
         self._n_samples += shape[0]
         if len(shape) == 1:
             return tensors, places, numbers[places].long()
@@ -142,15 +140,6 @@ class LayerRows:
                 "batch: model(batch[0], mask=batch[1])."
             )
         return Inputs(items[:-1] or items)
-
-    def _check_calls(self, hooks: Hooks) -> None:
-        for name, n in hooks.n_calls.items():
-            if n == 0 or (n > 1 and not self.stop):
-                raise HookError(
-                    f'{self.who}: "{name}" was called {n} times for a batch, and not once. Select '
-                    "modules that are called once (model.forward(x) calls no hook); stop=True "
-                    "takes the first of several calls."
-                )
 
     def _tensors(self, hooks: Hooks, n: int | None) -> tuple[dict[str, Tensor], tuple[int, ...]]:
         """Returns each layer's tensor, and the `n` samples (and tokens) that all of them have."""
@@ -181,8 +170,13 @@ class LayerRows:
             found[name] = t
         return found, shape or ()
 
-    def _unfit(self, option: str, t: Tensor, shape: tuple[int, ...], what: str) -> OptionError:
-        return OptionError(
-            f"{self.who}({option}=…): {'×'.join(map(str, shape))} {what} are needed, and this is "
-            f"{describe(t)} of {t.dtype}. Give an item of the batch, or a function, that has them."
-        )
+    def _checked(self, option: str, value: Any, shape: tuple[int, ...], what: str) -> Tensor:
+        """Returns a batch's ids or mask as a tensor on the CPU."""
+        t = torch.as_tensor(value, device="cpu")
+        fits = t.dtype in _WHOLE if option == "ids" else bool(((t == 0) | (t == 1)).all())
+        if t.shape != shape or not fits:
+            raise OptionError(
+                f"{self.who}({option}=…): {'×'.join(map(str, shape))} {what} are needed, and this "
+                f"is {describe(t)} of {t.dtype}. Give an item of the batch, or a function of it."
+            )
+        return t
