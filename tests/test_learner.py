@@ -370,7 +370,7 @@ def test_predictions_of_items_that_are_no_tensors_are_those_of_all_batches() -> 
 
     def batch(n: int) -> Any:
         images = [{"boxes": torch.full((2,), float(i))} for i in range(n)]
-        return torch.ones(n, 1), images, ("a",) * n, f"batch of {n}", None
+        return torch.ones(n, 1), images, ("a",) * n, f"batch of {n}", 4, None
 
     data = DataLoader(Images(), 2)
     learn = plain((data, data), nn.Linear(1, 1), loss_func=lambda p, y: p.mean())
@@ -379,11 +379,11 @@ def test_predictions_of_items_that_are_no_tensors_are_those_of_all_batches() -> 
     assert y["file"] == [f"{i}.png" for i in range(5)]
 
     learn = plain(DataLoaders([], n_inp=1), nn.Linear(1, 1), loss_func=lambda p, *y: p.mean())
-    _, (images, letters, names, nothing) = learn.get_preds(dl=[batch(2), batch(1)])
+    _, (images, letters, names, four, nothing) = learn.get_preds(dl=[batch(2), batch(1)])
     assert [image["boxes"].tolist() for image in images] == [[0, 0], [1, 1], [0, 0]]
     assert letters == ("a", "a", "a")
     assert names == ["batch of 2", "batch of 1"]
-    assert nothing is None
+    assert (four, nothing) == (4, None)
 
     with pytest.raises(ValueError, match=r"a batch has .*, and the first one") as caught:
         learn.get_preds(dl=[(torch.ones(1, 1), {k: torch.ones(1)}) for k in "ab"])

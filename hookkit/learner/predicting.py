@@ -23,7 +23,7 @@ from hookkit.callbacks.runner import listed
 from hookkit.data import as_loaders, has_samples, no_batches
 from hookkit.errors import ModelRunError
 from hookkit.learner.loop import BATCH, Loop
-from hookkit.nested import is_container, leaves, parts_of, rebuilt, tmap
+from hookkit.nested import PLAIN, is_container, leaves, parts_of, rebuilt, tmap
 
 _STATE = (*BATCH, "iter", "n_iter", "train_iter", "pct_train", "training", "stepped", "steps_now")
 _STATE += ("autocast", "scaler", "eval_pass", "final_record", "_device", "_by_keyword")
@@ -237,7 +237,8 @@ def joined(batches: list[Any], dim: int = 0) -> Any:
     """Join structures of one kind: tensors along `dim`, scalars stacked, lists one after another.
 
     Those are lists without tensors (names of files), and lists of dicts, which have an item for
-    each sample. Of anything else there is a list with each batch's own.
+    each sample. A number or text that is the same in all batches stays; anything else becomes a
+    list with each batch's own.
 
     >>> joined([(torch.ones(2, 3), ["a", "b"]), (torch.ones(1, 3), ["c"])])[1]
     ['a', 'b', 'c']
@@ -256,7 +257,8 @@ def _joined(batches: list[Any], dim: int) -> Any:
     if type(first) in (list, tuple) and (has_samples(first) or not leaves(first)):
         return type(first)(item for batch in batches for item in batch)
     if not is_container(first):
-        return None if first is None else batches
+        constant = type(first) in PLAIN and all(batch == first for batch in batches)
+        return first if constant else batches
     parts = [dict(parts_of(batch)) for batch in batches]
     if other := next((p for p in parts if p.keys() != parts[0].keys()), None):
         raise ValueError(f"a batch has {list(other)}, and the first one {list(parts[0])}")
