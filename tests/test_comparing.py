@@ -751,7 +751,17 @@ def test_a_capture_has_the_tensors_in_objects(save: Any) -> None:
     assert compare_models(path, model, X).first is None
     assert compare_models(model, path, X).first is None
     assert compare_models(path, path).first is None
-    assert different(compare_models(path, other, X)) == ["b", "['cache'].keys[0]"]
+    found = compare_models(path, other, X)
+    assert different(found) == ["b", "['cache'].keys[0]"]
+    assert found.unpaired == ("['set'] (set: not in a file)",)
+
+
+def test_tensors_without_values_are_a_difference() -> None:
+    model = Net(lambda m, x: (m.a(x), torch.empty(2, device="meta")))
+
+    row = compare_models(model, model, X, isolate=True)[-1]
+
+    assert (row.name, row.problem) == ("[1]", "on meta, without values")
 
 
 def test_a_capture_of_inputs_is_no_capture_of_outputs(tmp_path: Path) -> None:
@@ -774,6 +784,9 @@ class Detached(nn.Module):
 
 def scripted(m: nn.Module) -> Any:
     return torch.jit.script(nn.Sequential(nn.ReLU()))
+
+
+VMAPPED = Net(lambda m, x: torch.vmap(m.a)(x))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is:DeprecationWarning")
@@ -804,6 +817,7 @@ def scripted(m: nn.Module) -> Any:
         (lambda m: compare_models(m, m.to("meta"), X), ArgumentError, "without values"),
         (lambda m: compare_models(m, scripted(m), X), HookError, "TorchScript runs no Python"),
         (lambda m: compare_models(m, "no.safetensors", X), OptionError, "cannot be read"),
+        (lambda m: compare_models(VMAPPED, VMAPPED, X), HookError, "inside a transform"),
         (lambda m: compare_models(m, m, X, loss=sum), ArgumentError, "what grads=True differ"),
         (lambda m: compare_models(nn.ReLU(), Detached(), X, grads=True), ArgumentError, "gradient"),
         (

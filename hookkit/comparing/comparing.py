@@ -78,7 +78,7 @@ def compare_models(
         ArgumentError: `a` or `b` is neither a model nor a file, or has parameters without values;
             there are inputs for files, or gradients of them; nothing has a gradient, or `loss`
             gives more than one number.
-        HookError: a model is scripted.
+        HookError: a model is scripted, or a layer is called inside a transform of torch.func.
         OptionError: a tolerance is negative, or a file or one of `names` cannot be read.
         SelectionError: `modules` match nothing, or nothing is in both by its name.
         MissingExtraError: there is a file, and safetensors is not installed.

@@ -95,7 +95,7 @@ class Comparison:
     Attributes:
         rows: one for each tensor of each call; those that only the second has come last.
         unpaired: what only one of the two has, in words; with `names=` also modules that are
-            built otherwise, which have no row.
+            built otherwise, and beside a file objects without tensors, which have no row.
     """
 
     rows: tuple[Row, ...]

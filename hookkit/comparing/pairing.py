@@ -72,6 +72,11 @@ def compared(
         (r, "second" if r.problem.endswith("first") else "first") for _, r in rows if r.is_alone
     )
     unpaired = tuple(f"{replace(r, type='').label} ({side} only)" for r, side in lonely)
+    if saved:
+        objects = [(key.name + path, x) for side in (first, second)
+                   for key, parts in side.values.items()
+                   for path, x in parts if not isinstance(x, Tensor)]  # fmt: skip
+        unpaired += tuple(f"{at} ({type(x).__name__}: not in a file)" for at, x in objects)
     left_out = _structure(first, second, partners) if loosely else set()
     shown = (r for key, r in rows if (r.problem, key.name) not in left_out
              and not (loosely and r.is_alone and key.what == "param_grad"))  # fmt: skip
@@ -102,12 +107,14 @@ def _apart(row: Row, a: Any, b: Any, rtol: float | None, atol: float | None) -> 
     a, b = dense(a), dense(b)
     if a.shape != b.shape:
         return replace(row, problem=f"{describe(b)} in the second")
+    if a.is_meta or b.is_meta:
+        return replace(row, problem="on meta, without values")
     return replace(row, **difference(a, b, rtol, atol)._asdict())
 
 
 def _with_own(row: Row, a: Any, own: Any, rtol: float | None, atol: float | None) -> Row:
     """`row` with how far what the second module gives alone is from `a`."""
-    if not (isinstance(a, Tensor) and isinstance(own, Tensor)):
+    if not (isinstance(a, Tensor) and isinstance(own, Tensor)) or a.is_meta or own.is_meta:
         return row
     a, own = dense(a), dense(own)
     if a.shape != own.shape:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from hookkit.errors import ArgumentError, OptionError, missing_extra
+from hookkit.errors import ArgumentError, HookError, OptionError, missing_extra
 from hookkit.hooks.attach import Switch, attach, recomputing
 from hookkit.hooks.eager import layer_by_layer
-from hookkit.hooks.snapshot import snapshot
+from hookkit.hooks.snapshot import is_transformed, snapshot
 from hookkit.modelinfo.untouched import real_inputs, untouched
 from hookkit.modules import join, submodules
 from hookkit.nested import Inputs, Parts, describe, leaves, parts_in
@@ -73,6 +73,11 @@ class Side:
 
 def copied_parts(parts: Parts) -> Parts:
     """`parts` with snapshots of the tensors, which no later operation in place changes."""
+    if any(isinstance(t, Tensor) and is_transformed(t) for _, t in parts):
+        raise HookError(
+            f"{WHO}: a layer is called inside a transform of torch.func (vmap, grad), which ends "
+            "before its tensors can be compared. Leave it out: modules= names the others."
+        )
     return [(p, snapshot(t.detach()) if isinstance(t, Tensor) else t) for p, t in parts]
 
 

@@ -79,8 +79,9 @@ def _whole(t: Tensor) -> Tensor:
     """`t` as a file holds it: dense, contiguous, with memory of its own."""
     t = t.detach()
     if t.is_nested or t.is_quantized or t.layout is not torch.strided:
+        kind = "nested" if t.is_nested else "quantized" if t.is_quantized else t.layout
         raise HookError(
-            f"Hooks.save: safetensors holds dense tensors only, and this is {t.layout}. Store "
+            f"Hooks.save: safetensors holds dense tensors only, and this one is {kind}. Store "
             "what it is made of: give the hook a function that returns its values."
         )
     return t.cpu().clone(memory_format=torch.contiguous_format)
