@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookkit.checks import check_flag, check_module, kind_of
+from hookkit.checks import check_module, kind_of
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError, warn
 from hookkit.hooks.attach import attach, recomputing
 from hookkit.hooks.eager import layer_by_layer
 from hookkit.modules import submodules, unwrap
-from hookkit.nested import Inputs, describe, tmap
+from hookkit.nested import Inputs, tmap
 from hookkit.selecting import select
 
 Replacement = nn.Module | Callable[[nn.Module], nn.Module]
@@ -57,7 +57,7 @@ def swap(
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.Dropout(), nn.Linear(3, 2))
     >>> with swap(net, {nn.Dropout: nn.Identity(), "2": Catcher}) as new:
     ...     _ = net(torch.ones(2, 4))
-    >>> net[1], new["2"].n_calls
+    >>> net[1], len(new["2"].calls)
     (Dropout(p=0.5, inplace=False), 1)
     """
     chosen, wanted = _wanted(model, replacements)
@@ -209,20 +209,15 @@ class Call:
     inputs: Inputs
     output: Any
 
-    def __repr__(self) -> str:
-        return f"Call({describe(self.inputs)} → {describe(self.output)})"
-
 
 class Catcher(Wrapper):
-    """A wrapper that records what goes in and what comes out, call by call.
+    """Records what goes into a module and what comes out, as detached copies.
 
     Args:
         wrapped: the module to call.
-        detach: stores detached copies; False stores the live tensors with their graph.
 
     Attributes:
-        calls: a `Call` for each call, the inputs as they were before it. Calls that activation
-            checkpointing repeats are not recorded.
+        calls: a `Call` for each call, but for those that activation checkpointing repeats.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
     >>> with swap(net, {"1": Catcher}) as caught:
@@ -231,40 +226,34 @@ class Catcher(Wrapper):
     torch.Size([2, 3])
     """
 
-    def __init__(self, wrapped: nn.Module, *, detach: bool = True) -> None:
+    def __init__(self, wrapped: nn.Module) -> None:
         super().__init__(wrapped)
-        self.detach = check_flag("Catcher", "detach", detach)
         self.calls: list[Call] = []
 
-    @property
-    def n_calls(self) -> int:
-        """How many calls are recorded."""
-        return len(self.calls)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What `wrapped` returns, recorded with what it was given."""
-        inputs = self._stored(Inputs(args, kwargs))
+        """Returns what `wrapped` returns, and records it with what it was given."""
+        inputs = tmap(_copy, Inputs(args, kwargs))  # now: the call may write into them
         output = self.wrapped(*args, **kwargs)
         if not recomputing():
-            self.calls.append(Call(inputs, self._stored(output)))
+            self.calls.append(Call(inputs, tmap(_copy, output)))
         return output
 
-    def _stored(self, x: Any) -> Any:
-        return tmap(lambda t: t.detach().clone(), x) if self.detach else x
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone()
 
 
 class GramWrapper(Wrapper):
-    """A wrapper that sums XᵀX over its inputs X, each flattened to rows of its last dimension.
+    """Sums XᵀX over the inputs X of a layer, each flattened to rows of its last dimension.
 
-    The statistic that layer-wise quantisation and pruning need (GPTQ's Hessian is 2 XᵀX, Frantar
-    et al. 2022, arXiv:2210.17323, eq. 3), in memory that does not grow with the data.
+    Layer-wise quantisation and pruning need this sum: GPTQ's Hessian is 2 XᵀX (Frantar et al. 2022,
+    arXiv:2210.17323, eq. 3). Its size does not grow with the data.
 
     Args:
         wrapped: a layer whose first input is (..., n_features), such as a Linear.
-        dtype: of the sum. fp32 inputs summed in fp32 err by about 1e-6 of the diagonal.
 
     Attributes:
-        gram: (n_features, n_features), `dtype`, on the inputs' device; None before the first call.
+        gram: (n_features, n_features), fp32 or fp64, on the inputs' device; None before a call.
         n_rows: how many rows were summed, so `gram / n_rows` is the second moment.
 
     Raises:
@@ -277,28 +266,23 @@ class GramWrapper(Wrapper):
     (tensor([5., 5., 5.]), 5)
     """
 
-    def __init__(self, wrapped: nn.Module, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, wrapped: nn.Module) -> None:
         super().__init__(wrapped)
-        if hasattr(unwrap(wrapped), "kernel_size"):  # a convolution: silently wrong else
+        if hasattr(unwrap(wrapped), "kernel_size"):
             raise OptionError(
                 "GramWrapper sums over the last dimension of its inputs, and a "
-                f"{type(unwrap(wrapped)).__name__} has its channels in another. Derive from it, "
-                "and call add(patches) with inputs unfolded to rows."
+                f"{type(unwrap(wrapped)).__name__} has its channels in another. Derive your own "
+                "from Wrapper."
             )
-        self.dtype, self.n_rows = dtype, 0
         self.gram: Tensor | None = None
+        self.n_rows = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What `wrapped` returns; its first input is summed before."""
+        """Returns what `wrapped` returns; its first input is summed before the call."""
+        x = (args or tuple(kwargs.values()))[0].detach()
         if not recomputing():
-            self.add(args[0] if args else next(iter(kwargs.values())))
+            rows = x.reshape(-1, x.shape[-1]).to(torch.promote_types(x.dtype, torch.float32))
+            with torch.autocast(x.device.type, enabled=False):
+                self.gram = rows.T @ rows + (0 if self.gram is None else self.gram)
+            self.n_rows += len(rows)
         return self.wrapped(*args, **kwargs)
-
-    @torch.no_grad()
-    def add(self, x: Tensor) -> None:
-        """Adds the rows of `x`, (..., n_features)."""
-        rows = x.detach().reshape(-1, x.shape[-1]).to(self.dtype)
-        with torch.autocast(rows.device.type, enabled=False):
-            gram = rows.T @ rows
-        self.gram = gram if self.gram is None else self.gram + gram
-        self.n_rows += rows.shape[0]

@@ -249,9 +249,11 @@ def test_catchers_record_what_hooks_see(entry: Entry) -> None:
     with hook_outputs(modules, keep="all") as h, hook_inputs(modules, keep="all") as i:
         plain = run(entry, hooked)
 
+    before = [id(m) for m in swapped.modules()]
     with swap(swapped, dict.fromkeys(names, Catcher)) as caught:
         got = run(entry, swapped)
 
+    assert [id(m) for m in swapped.modules()] == before
     assert same(got[0], plain[0])
     if entry.tags & {"compiled", "cyclic"} or entry.name == "direct_forward":
         return  # .forward() runs a catcher, and no hook

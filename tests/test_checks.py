@@ -16,7 +16,6 @@ from torch import nn
 import hookkit
 from hookkit import (
     ActivationStats,
-    Catcher,
     DataLoaders,
     Hook,
     HookCallback,
@@ -292,7 +291,6 @@ GIVEN: dict[str, Callable[..., Any]] = {
     "Hooks": partial(Hooks, [LINEAR], None),
     "FeatureExtractor": partial(hookkit.FeatureExtractor, LINEAR, {"": ("", "")}),
     "Learner": learner,
-    "Catcher": partial(Catcher, LINEAR),
     "SchedulerCallback": partial(hookkit.SchedulerCallback, torch.optim.lr_scheduler.ConstantLR),
     "collect": lambda **kw: hookkit.collect(LINEAR, [torch.ones(1, 2)], "", "acts", **kw),
     "compare_models": partial(hookkit.compare_models, LINEAR, LINEAR, torch.ones(1, 2)),

@@ -23,10 +23,13 @@ ALONE = {"how-to/loops.md": "tests/test_loops_page.py runs it, beside the librar
 PAGES = sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md") if "_build" not in p.parts)
 
 
+ENTRY = r"^\.\. (?:auto\w+|py:function):: ([\w.]+)"
+
+
 def described() -> set[str]:
     """The names that the reference has an entry for."""
     texts = (p.read_text() for p in (DOCS / "reference").glob("*.md"))
-    return {n for text in texts for n in re.findall(r"^\.\. auto\w+:: (\S+)$", text, flags=re.M)}
+    return {n for text in texts for n in re.findall(ENTRY, text, flags=re.M)}
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def test_our_captures_are_right_while_captum_sees_edits_swaps_and_features(
     torch.testing.assert_close(h.stored, wanted)
     torch.testing.assert_close(captum.detach(), wanted)
     torch.testing.assert_close(edited.detach(), 2 * wanted)
-    assert new["hidden"].n_calls > 0
+    assert new["hidden"].calls
     x = x.clone().requires_grad_()
     hidden = net.hidden(net.act1(net.conv(x)).flatten(1))
     torch.testing.assert_close(saliency, torch.autograd.grad(hidden[:, 3].sum(), x)[0])

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from zoo import ZOO, Entry
 
 from hookkit.errors import (
     ArgumentError,
@@ -16,8 +15,7 @@ from hookkit.errors import (
     NeverFiredWarning,
     OptionError,
 )
-from hookkit.modules import can_run, submodules, walk
-from hookkit.nested import leaves
+from hookkit.modules import submodules
 from hookkit.swapping import Catcher, GramWrapper, Wrapper, swap
 
 
@@ -91,7 +89,7 @@ def test_a_shared_module_is_replaced_at_each_place() -> None:
         net(torch.randn(3, 2))
         assert net[1] is net[2][1]
 
-    assert new["1"].n_calls == 2
+    assert len(new["1"].calls) == 2
     assert net[1] is net[2][1] is act
 
 
@@ -112,7 +110,7 @@ def test_both_names_of_a_shared_module_give_its_replacement(wanted: Any) -> None
 
     assert list(new) == ["a", "c", "b"]
     assert new["a"] is new["b"]
-    assert new["b"].n_calls == 1
+    assert len(new["b"].calls) == 1
 
 
 def test_an_original_follows_its_model_into_another_mode() -> None:
@@ -189,16 +187,6 @@ def test_a_catcher_stores_snapshots() -> None:
     assert not new["0"].calls[0].output.requires_grad
 
 
-def test_a_catcher_can_store_live_tensors() -> None:
-    net = nn.Sequential(nn.Linear(2, 2))
-
-    with swap(net, {"0": lambda m: Catcher(m, detach=False)}) as new:
-        y = net(torch.ones(1, 2))
-
-    assert new["0"].calls[0].output is y
-    assert repr(new["0"].calls) == "[Call((1×2) → 1×2)]"
-
-
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -213,10 +201,13 @@ def test_recomputed_calls_are_not_recorded_twice(reentrant: bool) -> None:
     net = Checkpointed(reentrant)
     x = torch.randn(5, 3, requires_grad=True)
 
-    for kind, count in ((Catcher, "n_calls"), (GramWrapper, "n_rows")):
-        with swap(net, {"fc": kind}) as new:
-            net(x).sum().backward()
-        assert getattr(new["fc"], count) == (1 if kind is Catcher else 5)
+    with swap(net, {"fc": Catcher}) as caught:
+        net(x).sum().backward()
+    with swap(net, {"fc": GramWrapper}) as summed:
+        net(x).sum().backward()
+
+    assert len(caught["fc"].calls) == 1
+    assert summed["fc"].n_rows == 5
 
 
 # --- GramWrapper
@@ -295,7 +286,7 @@ def test_a_wrapper_that_pytorch_passes_by_warns_or_runs(name: str) -> None:
     assert torch.allclose(y, net(x)) == ("out_proj" in name)
 
 
-# --- with compilation, lifetime, zoo
+# --- with compilation
 
 
 def test_a_compiled_model_runs_the_replacement_and_then_itself_again() -> None:
@@ -308,27 +299,3 @@ def test_a_compiled_model_runs_the_replacement_and_then_itself_again() -> None:
         torch.testing.assert_close(compiled(x), 2 * plain)
 
     torch.testing.assert_close(compiled(x), plain)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("entry", [e for e in ZOO if not e.tags & {"raises", "lazy"}], ids=repr)
-def test_wrapping_everything_changes_nothing_in_the_zoo(entry: Entry) -> None:
-    model, twin = entry.build(), entry.build()
-    before = places(model)
-    names = [name for name, m, first in walk(model) if name and first and can_run(m)]
-
-    torch.manual_seed(1)
-    plain = leaves(entry.run(twin))
-    torch.manual_seed(1)
-    with swap(model, dict.fromkeys(names, Wrapper)):
-        wrapped = leaves(entry.run(model))
-
-    assert places(model) == before
-    assert len(wrapped) == len(plain)
-    assert all(same(a, b) for a, b in zip(wrapped, plain, strict=True))
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    if a.is_meta or a.layout is not torch.strided or a.is_nested:
-        return a.size(0) == b.size(0)
-    return torch.equal(a.nan_to_num(), b.nan_to_num())
