@@ -28,6 +28,7 @@ EMPTY = (0.0, 0.0, 0.0, 0.0, math.inf, -math.inf, 0.0, 0.0, 0.0)
 """The row of a layer that did not run; merging it changes nothing."""
 
 CHUNK = 1 << 16  # values that stay in a core's cache while they are read several times
+_BLOCK = 1 << 12  # values that are summed up in float32
 _WIDE = frozenset((torch.float64, torch.int64, torch.int32, torch.uint32, torch.uint64))
 
 
@@ -109,6 +110,19 @@ _LARGE = {"f": 1e16, "d": 1e150}  # sums of squares of smaller values do not ove
 _SMALL = 1e-12  # the squares of smaller float32 values, or of their deviations, may underflow
 
 
+def _dot(a: Any, b: Any) -> float:
+    """The sum of products, of blocks in float32, and of these in float64.
+
+    In one float32 sum many equal values (a mask, spikes, saturated units) are rounded alike: it was
+    1.5e-5 off for 65,536 of them, and is 1e-6 off in blocks.
+    """
+    if len(a) <= _BLOCK:
+        return float(a.dot(b))
+    n = len(a) // _BLOCK * _BLOCK
+    blocks = a[:n].reshape(-1, 1, _BLOCK) @ b[:n].reshape(-1, _BLOCK, 1)
+    return float(blocks.sum(dtype=np.float64)) + float(a[n:].dot(b[n:]))
+
+
 def array_row(x: Any, eps: float) -> tuple[float, ...]:
     """The row of a flat float32 or float64 array, in chunks that stay in the cache."""
     rows = []
@@ -121,13 +135,13 @@ def array_row(x: Any, eps: float) -> tuple[float, ...]:
             continue
         if 0 < max(-low, high) < _SMALL:
             part = part.astype(np.float64)
-        ones = _ONES[part.dtype.char]
-        mean = float(part.dot(ones[:n])) / n
-        m2 = float(part.dot(part)) - n * mean * mean
+        ones = _ONES[part.dtype.char][:n]
+        mean = _dot(part, ones) / n
+        m2 = _dot(part, part) - n * mean * mean
         if m2 < 0.1 * n * mean * mean:  # digits were lost
             y = part - part.dtype.type(mean)
-            rest = float(y.dot(ones[:n])) / n
-            mean, m2 = float(part.dtype.type(mean)) + rest, float(y.dot(y)) - n * rest * rest
+            rest = _dot(y, ones) / n
+            mean, m2 = float(part.dtype.type(mean)) + rest, _dot(y, y) - n * rest * rest
         near = np.count_nonzero(np.abs(part) <= near_zero)
         zero = np.count_nonzero(part == 0) if near else 0  # faster than of floats
         row = 1.0, float(n), mean, max(m2, 0.0), low, high, float(near), float(zero), 0.0
@@ -182,12 +196,13 @@ def statistics(rows: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[np.float6
     """
     calls, n, mean, m2, low, high, near, zero, bad = np.moveaxis(rows, -1, 0)
     some = np.where(n > 0, n, np.nan)
-    with np.errstate(over="ignore"):  # squares may leave float64
+    with np.errstate(all="ignore"):  # squares may leave float64
         rms = np.sqrt(np.maximum(m2, 0) / some + mean * mean)
+        std = np.sqrt(np.maximum(m2, 0) / np.maximum(some - 1, 1))
     return {
         "count": np.where(calls > 0, n + bad, np.nan),
         "mean": np.where(n > 0, mean, np.nan),
-        "std": np.sqrt(np.maximum(m2, 0) / np.maximum(some - 1, 1)),
+        "std": std,
         "rms": rms,
         "min": np.where(n > 0, low, np.nan),
         "max": np.where(n > 0, high, np.nan),

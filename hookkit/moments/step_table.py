@@ -43,7 +43,7 @@ class Field(NamedTuple):
 
 
 def _merge_moments(a: Any, b: Any) -> Any:
-    with np.errstate(over="ignore", invalid="ignore"):  # squares may leave float64
+    with np.errstate(all="ignore"):  # squares may leave float64
         return np.stack(merge(np.moveaxis(a, -1, 0), np.moveaxis(b, -1, 0)), -1)
 
 

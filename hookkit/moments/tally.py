@@ -182,6 +182,10 @@ class Tally:
             batch[row] = merged(batch[row], entry) if row in batch else entry
 
     def _entry(self, x: Any, row: int, dim: int | None) -> Entry:
+        with np.errstate(all="ignore"):  # the user's own setting may raise
+            return self._entry_in_array(x, row, dim)
+
+    def _entry_in_array(self, x: Any, row: int, dim: int | None) -> Entry:
         eps, bins = self.options.eps, self.options.bins
         values = x.reshape(-1) if x.flags.c_contiguous else _dense(x)
         counts, alive, full = None, None, None
