@@ -287,3 +287,21 @@ def test_units_of_float64_beyond_float32_are_judged_without_a_warning() -> None:
     stats.commit(0, 0, 0)
 
     assert stats.dead("act").tolist() == [False, True, False, True, False]
+    assert record_of(stats).hist.sum() == 8  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint16, torch.float8_e5m2])
+@pytest.mark.parametrize("on_a_device", [False, True])
+def test_values_without_arithmetic_are_counted(dtype: torch.dtype, on_a_device: bool) -> None:
+    stats = Tally("activation", ALL)
+    row, x = stats.row("act", "Sigmoid"), torch.tensor([[0.0, 1.0], [0.0, 1.0]]).to(dtype)
+    if on_a_device:
+        stats._batch[row] = stats._entry_on_device(x, row, 1)
+    else:
+        stats.see(row, 0, "", x)
+    stats.commit(0, 0, 0)
+
+    record = record_of(stats)
+    assert record.value("mean", "act") == [0.5]
+    assert record.value("saturated", "act") == [1.0]
+    assert stats.dead("act").tolist() == [True, False]

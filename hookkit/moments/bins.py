@@ -104,6 +104,14 @@ def narrowed(x: Any) -> Any:
     return np.where(np.isinf(x), x, np.clip(x, -most, most)).astype(np.float32)
 
 
+def narrowed_tensor(x: Tensor) -> Tensor:
+    """The same of a tensor, and a copy of it."""
+    if x.dtype is torch.float64:
+        most = torch.finfo(torch.float32).max
+        x = x.clamp(-most, most).where(x.isfinite(), x)
+    return x.to(torch.float32, copy=True)
+
+
 @lru_cache(4096)
 def _stride(n: int) -> int:
     """The longest stride that takes `SAMPLE` of `n` values or more, and is coprime with `n`."""

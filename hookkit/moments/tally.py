@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hookkit.moments import triton_rows, units
-from hookkit.moments.bins import LogBins, RangeBins, narrowed, sample_of
+from hookkit.moments.bins import LogBins, RangeBins, narrowed, narrowed_tensor, sample_of
 from hookkit.moments.device import arriving
 from hookkit.moments.graph_op import enlist, new_token, show_traced
 from hookkit.moments.rows import array_row, flat, merge, moments, plain, widened
@@ -208,7 +208,9 @@ class Tally:
             full: Any = None
             if self.options.bins is not None:
                 part = values[sample_of(len(values), self.n_records)]
-                samples = [part.to(torch.float32, copy=True)]
+                samples = [narrowed_tensor(part)]
+            if self.options.units and not (x.is_floating_point() and x.dtype.itemsize > 1):
+                x = widened(x)  # bool and float8 have no arithmetic
             if dim is not None:
                 alive = units.alive_in_tensor(x, dim)
             middle = units.middle(self.types[row]) if self.options.units and x.numel() else None

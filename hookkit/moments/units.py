@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from hookkit.autograd_graph import op_name
-from hookkit.moments.rows import widened
 
 WINDOW = 50
 """Records that a judgement looks back on."""
@@ -101,8 +100,6 @@ def alive_in_array(x: Any, dim: int) -> Any:
 
 def alive_in_tensor(x: Tensor, dim: int) -> Tensor:
     """The same of a tensor, on its device."""
-    usual = x.is_floating_point() and x.dtype.itemsize > 1
-    x = x if usual else widened(x)  # some kinds have no maximum
     return ~((x.amax([d for d in range(x.ndim) if d != dim]) if x.ndim > 1 else x) <= 0)
 
 
