@@ -48,12 +48,12 @@ def harmless(text: str, n: int = 200) -> str:
 def csv_line(cells: Iterable[Any]) -> str:
     """A line of a CSV file, without its end: numbers to full precision, nothing for None.
 
-    >>> csv_line([1, 0.5, None, "a, b"])
-    '1,0.5,,"a, b"'
+    >>> csv_line([1, 0.5, None, "a, b", "a\\nb"])
+    '1,0.5,,"a, b","a\\nb"'
     """
     line = io.StringIO()
-    csv.writer(line, lineterminator="").writerow(cells)
-    return line.getvalue()
+    csv.writer(line, lineterminator="\n").writerow(cells)  # which quotes what has a line's end
+    return line.getvalue()[:-1]
 
 
 def wrap(parts: list[str], n: int, sep: str = " · ") -> list[str]:

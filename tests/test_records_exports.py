@@ -366,6 +366,16 @@ def test_names_have_no_brackets_which_mlflow_refuses() -> None:
     assert tags == {"activation/std/lstm-1-0", "activation/std/out-x"}
 
 
+def test_two_layers_whose_names_become_the_same_keep_their_own() -> None:
+    writer = Writer()
+
+    replace(record(), names=("lstm[1]", "lstm-1")).log_to(writer, statistics="std")
+
+    tags = [tag for tag, *_ in writer.scalars]
+    assert set(tags) == {"activation/std/lstm[1]", "activation/std/lstm-1"}
+    assert len(tags) == 6
+
+
 @pytest.mark.parametrize("name", ["logs/run.csv", "logs/run.jsonl"])
 def test_a_file_of_csv_or_json_lines_grows(tmp_path: Path, name: str) -> None:
     w, path = watched(), tmp_path / name

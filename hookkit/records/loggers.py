@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -84,9 +84,10 @@ def _series(run: Any, statistics: list[str] | None) -> Iterator[tuple[str, Any, 
                 yield f"epoch/{name}", np.array([row["step"]]), np.array([float(value)])
     for record in run.records:
         usual = _PARAM_SCALARS if record.kind == "param" else _SCALARS
+        tags = _tags(record)
         for statistic in usual if statistics is None else statistics:
-            for row, values in enumerate(record.values.get(statistic, ())):
-                yield f"{record.kind}/{statistic}/{_tag(record, row)}", record.steps, values
+            for tag, values in zip(tags, record.values.get(statistic, ()), strict=False):
+                yield f"{record.kind}/{statistic}/{tag}", record.steps, values
 
 
 def _rates(run: Any, rates: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -115,16 +116,24 @@ def _checked(statistics: Any, records: Iterable[Record]) -> list[str]:
 _PLAIN = str.maketrans({"[": "-", "]": None, "'": None})
 
 
-def _tag(record: Record, row: int) -> str:
-    """The layer's name: `lstm-1` for `lstm[1]`, since mlflow refuses brackets."""
-    return record.names[row].translate(_PLAIN) or "model"
+def _tags(record: Record) -> list[str]:
+    """The names of the rows: `lstm-1` for `lstm[1]`, since mlflow refuses brackets.
+
+    Where a layer is really called `lstm-1`, both keep their own names.
+    """
+    tags = [name.translate(_PLAIN) or "model" for name in record.names]
+    times = Counter(tags)
+    both = zip(tags, record.names, strict=True)
+    return [tag if times[tag] == 1 else name or "(model)" for tag, name in both]
 
 
 def _send_histograms(target: Target, run: Any, sent: Sent) -> None:
     """Sends TensorBoard those that are newer than those in `sent`."""
     for record in run.records:
-        for row in range(len(record.names)) if record.hist is not None else ():
-            tag = f"{record.kind}/{_tag(record, row)}"
+        if record.hist is None:
+            continue
+        for row, name in enumerate(_tags(record)):
+            tag = f"{record.kind}/{name}"
             last = sent.get(f"{tag} histogram", -1)
             for i in np.flatnonzero((record.steps > last) & record.hist[row].any(0)):
                 step = int(record.steps[i])
