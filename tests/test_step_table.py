@@ -112,7 +112,7 @@ def test_what_is_read_is_a_copy_and_copies_go_on_by_themselves() -> None:
     again = copy.deepcopy(table)
 
     table.read("total")[:] = 7
-    table.later((9, 0, 9), lambda: {name: table.blank(name, 1) for name in table.fields})
+    table.later((9, 0, 9), lambda: {name: field.blanks(1) for name, field in table.fields.items()})
 
     assert again.read("total").ravel().tolist() == [3.0] * 9
     assert table.read("total", first=8).ravel().tolist() == [3.0, 0.0]
@@ -137,7 +137,7 @@ def test_an_interrupt_while_columns_merge_leaves_them_whole(
     table.fields["total"] = table.fields["total"]._replace(merge=interrupted)
     for step in range(8, 24):
         try:
-            table.later((step, 0, step), lambda: {n: table.blank(n, 1) for n in table.fields})
+            table.later((step, 0, step), lambda: {n: f.blanks(1) for n, f in table.fields.items()})
         except KeyboardInterrupt:
             break
 

@@ -87,7 +87,7 @@ def _together(table: StepTable, a: dict[str, Any], b: dict[str, Any]) -> dict[st
     pairs = list(zip((a, b), places, strict=True))
     tables: Numbers = {}
     for name, field in table.fields.items():
-        both = [table.blank(name, len(each["steps"]), len(names)) for each in (a, b)]
+        both = [field.blanks(len(each["steps"]), len(names)) for each in (a, b)]
         for whole, (each, at) in zip(both, pairs, strict=True):
             whole[:, at] = each["tables"][name]
         tables[name] = field.merge(*both)

@@ -41,6 +41,12 @@ class Field(NamedTuple):
     blank: Any
     merge: Callable[[Any, Any], Any] = np.add
 
+    def blanks(self, *shape: int) -> Any:
+        """(*shape, …) blank numbers, such as of (rows,) or of (columns, rows)."""
+        array = np.empty((*shape, *self.blank.shape), self.blank.dtype)
+        array[...] = self.blank
+        return array
+
 
 def _merge_moments(a: Any, b: Any) -> Any:
     with np.errstate(all="ignore"):  # squares may leave float64
@@ -77,7 +83,7 @@ class StepTable:
         self.rows, self.stride = 0, 1
         self._n = 0  # columns in use
         self._places = np.zeros((0, 4), np.int64)
-        self._arrays = {name: self.blank(name, 0, 0) for name in fields}
+        self._arrays = {name: field.blanks(0, 0) for name, field in fields.items()}
         self._waiting: list[tuple[Place, Callable[[], Numbers]]] = []
 
     # --- writing
@@ -189,16 +195,9 @@ class StepTable:
         table = self._arrays[name][first : self._n]
         if rows is None or rows <= self.rows:
             return table[:, :rows].copy()
-        whole = self.blank(name, len(table), rows)
+        whole = self.fields[name].blanks(len(table), rows)
         whole[:, : self.rows] = table
         return whole
-
-    def blank(self, name: str, *shape: int) -> Any:
-        """(*shape, …) blank numbers of a field, such as of (rows,) or of (columns, rows)."""
-        blank = self.fields[name].blank
-        array = np.empty((*shape, *blank.shape), blank.dtype)
-        array[...] = blank
-        return array
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: all steps are read, and there is no room for more."""

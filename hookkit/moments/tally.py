@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NamedTuple
-from weakref import ref
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from hookkit.moments.bins import LogBins, RangeBins, narrowed, narrowed_tensor, 
 from hookkit.moments.device import arriving
 from hookkit.moments.graph_op import enlist, new_token, show_traced
 from hookkit.moments.rows import array_row, flat, merge, moments, plain, widened
-from hookkit.moments.step_table import MOMENTS, Numbers, StepTable, sums
+from hookkit.moments.step_table import MOMENTS, Field, Numbers, StepTable, sums
 from hookkit.moments.variation import Variation
 
 _MOST_SAMPLES = 64  # of a layer in a batch on a device: of more calls no sample is taken
@@ -249,28 +248,9 @@ class Tally:
         if Tensor in {type(entry.row) for entry in entries.values()}:
             read = arriving(entries, self.options.bins)
         self._step, self._batch, self.n_records = {}, {}, n + 1
-        own: Any = ref(self)  # what waits in the table must not hold the tally that holds it
-        self.table.later((step, epoch, iteration), lambda: own()._numbers(read(), n))
-
-    def _numbers(self, entries: Entries, n: int) -> Numbers:
-        """The numbers of record `n`; called once, in the order of records."""
-        numbers = {name: self.table.blank(name, len(self.names)) for name in self.table.fields}
-        if entries:
-            numbers["moments"][list(entries)] = [entry.row for entry in entries.values()]
-        if (bins := self.options.bins) is not None:
-            counts = np.zeros((len(self.names), bins.width), np.int64)
-            for row, entry in entries.items():
-                counts[row] = entry.counts
-            numbers["hist"] = bins.in_bins(counts)
-        if self.options.units:
-            known = {row: e.alive for row, e in entries.items() if e.alive is not None}
-            shares, self._window = self._window.after(known, n)
-            for row, share in shares.items():
-                numbers["units"][row, :2] = share, 1.0
-            for row, entry in entries.items():
-                if entry.full is not None:
-                    numbers["units"][row, 2:] = entry.full, entry.row[1]
-        return numbers
+        # without `self`, which holds the table: the two would wait for the garbage collector
+        parts = self.table.fields, self.names, self.options, self._window
+        self.table.later((step, epoch, iteration), lambda: _numbers(read(), n, *parts))
 
     # --- reading
 
@@ -295,6 +275,33 @@ class Tally:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._lock, self.id, self.token = Lock(), enlist(self), new_token()
+
+
+def _numbers(
+    entries: Entries,
+    n: int,
+    fields: dict[str, Field],
+    names: list[str],
+    options: Options,
+    window: units.Units,
+) -> Numbers:
+    """The numbers of record `n`; called once, in the order of records."""
+    numbers = {name: field.blanks(len(names)) for name, field in fields.items()}
+    if entries:
+        numbers["moments"][list(entries)] = [entry.row for entry in entries.values()]
+    if (bins := options.bins) is not None:
+        counts = np.zeros((len(names), bins.width), np.int64)
+        for row, entry in entries.items():
+            counts[row] = entry.counts
+        numbers["hist"] = bins.in_bins(counts)
+    if options.units:
+        known = {row: e.alive for row, e in entries.items() if e.alive is not None}
+        for row, share in window.after(known, n).items():
+            numbers["units"][row, :2] = share, 1.0
+        for row, entry in entries.items():
+            if entry.full is not None:
+                numbers["units"][row, 2:] = entry.full, entry.row[1]
+    return numbers
 
 
 def _dense(x: Any) -> Any:

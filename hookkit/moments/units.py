@@ -7,7 +7,7 @@ here: which dimension counts units, and which classes of modules have flat ends.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,22 +113,23 @@ def either(a: Any, b: Any) -> Any:
     return a | b if len(a) == len(b) else b
 
 
-class Units(NamedTuple):
-    """The living units, by row, in the two halves of the window."""
+class Units:
+    """The living units of each row, in the two halves of the window."""
 
-    older: dict[int, Any] = {}  # noqa: RUF012  # never changed: `after` makes new ones
-    newer: dict[int, Any] = {}  # noqa: RUF012
+    def __init__(self) -> None:
+        self._older: dict[int, Any] = {}
+        self._newer: dict[int, Any] = {}
 
-    def after(self, alive: dict[int, Any], n: int) -> tuple[dict[int, float], Units]:
-        """The share of dead units of each row that ran in record `n`, and what is kept then."""
-        newer = dict(self.newer)
+    def after(self, alive: dict[int, Any], n: int) -> dict[int, float]:
+        """Adds record `n`: the share of dead units of each row that ran in it."""
         for row, found in alive.items():
-            newer[row] = either(newer.get(row), found)
-        units = Units(self.older, newer)
-        shares = {row: float(units.dead(row).mean()) for row in alive}
-        return shares, Units(newer, {}) if (n + 1) % (WINDOW // 2) == 0 else units
+            self._newer[row] = either(self._newer.get(row), found)
+        shares = {row: float(self.dead(row).mean()) for row in alive}
+        if (n + 1) % (WINDOW // 2) == 0:
+            self._older, self._newer = self._newer, {}
+        return shares
 
     def dead(self, row: int) -> Any:
         """(units,) bool; None if the row did not run, or its units are not known."""
-        alive = either(self.older.get(row), self.newer.get(row))
+        alive = either(self._older.get(row), self._newer.get(row))
         return None if alive is None else ~alive
