@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hookkit.editing import edit_grad, edit_output, scale
-from hookkit.errors import HookError
+from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.hooks import Hook, hook_input, hook_inputs, hook_output, hook_outputs
 from hookkit.nested import leaves, tmap
 from hookkit.selecting import select
@@ -425,3 +425,15 @@ def test_gradients_of_several_backward_passes_in_one_are_refused(make: Any) -> N
     refused = pytest.raises(HookError, match=r"Linear.*: several backward passes run as one")
     with refused, make(m, grad=True):
         torch.autograd.grad(m(x), x, torch.eye(2), is_grads_batched=True)
+
+
+def test_calls_that_a_reentrant_checkpoint_runs_again_leave_no_earlier_gradient_stored() -> None:
+    m, x = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
+
+    warned = pytest.warns(NeverFiredWarning, match='ran its calls again; use keep="last"')
+    with warned, hook_output(m, grad=True, keep="all") as g:
+        for factor in (2.0, 3.0):
+            (factor * checkpoint(m, x, use_reentrant=True)).sum().backward()
+
+    assert g.stored is None
+    assert g.calls[1] == (None,)

@@ -184,6 +184,7 @@ class Calls(Reading):
             return False
         if again and block.keep == "all" and self.n_calls > 1:
             self.why = 'a checkpoint with use_reentrant=True ran its calls again; use keep="last"'
+            self.last = None  # it would be an earlier call's
             return False
         self.why = "no gradient arrived inside the block" if block.edit else ""
         return True
