@@ -24,13 +24,10 @@ from hookkit.hooks import (
     Hook,
     Hooks,
     attach,
-    hook_all,
     hook_input,
     hook_inputs,
     hook_output,
     hook_outputs,
-    hook_tensor,
-    print_sizes,
 )
 from hookkit.selecting import select
 
@@ -571,58 +568,6 @@ def test_prepended_hooks_run_first(net: nn.Sequential, x: Tensor) -> None:
     b.remove()
 
     assert order == ["first", "second"]
-
-
-def test_hook_tensor_stores_the_gradient_of_an_intermediate_tensor() -> None:
-    x = torch.ones(2, 2, requires_grad=True)
-    y = x + 2
-    h = hook_tensor(y)
-
-    (y**2).mean().backward()
-
-    assert torch.equal(h.stored, torch.full((2, 2), 1.5))
-
-
-def test_hook_tensor_refuses_what_has_no_gradient() -> None:
-    with pytest.raises(HookError, match="this 2×2 tensor does not require a gradient"):
-        hook_tensor(torch.ones(2, 2))
-    with pytest.raises(ArgumentError, match="expected a tensor, found Linear"):
-        hook_tensor(nn.Linear(1, 1))  # type: ignore[arg-type]
-
-
-def test_hook_all_sees_every_module_of_some_types_until_it_is_removed(
-    net: nn.Sequential, x: Tensor
-) -> None:
-    seen: list[Any] = []
-    with hook_all(lambda m, i, o: seen.append((type(m).__name__, o.requires_grad))) as h:
-        net(x)
-        nn.MSELoss()(x, x)
-    net(x)
-
-    assert not nn.modules.module._has_any_global_hook()
-    names = ["Linear", "ReLU", "Linear", "Sequential", "MSELoss"]
-    assert seen == [(n, False) for n in names]
-    assert h.n_calls == 5
-
-    with hook_all(lambda m, i: seen.append(tuple(i[0].shape)), (nn.ReLU,), pre=True):
-        net(x)
-    assert seen[5:] == [(4, 10)]
-
-
-def test_hook_all_is_not_called_by_its_own_function(net: nn.Sequential, x: Tensor) -> None:
-    with hook_all(lambda m, i, o: net(x)) as h:
-        net(x)
-
-    assert h.n_calls == 4
-
-
-def test_print_sizes_prints_nested_inputs(capsys: pytest.CaptureFixture[str]) -> None:
-    lstm = nn.LSTM(4, 5)
-    with print_sizes(lstm):
-        lstm(torch.zeros(2, 1, 4), (torch.zeros(1, 1, 5), torch.zeros(1, 1, 5)))
-
-    line = "(2×1×4, (1×1×5, 1×1×5)) → (2×1×5, (1×1×5, 1×1×5))  (model) (LSTM)\n"
-    assert capsys.readouterr().out == line
 
 
 def test_a_devices_outputs_arrive_on_the_cpu_when_they_are_read(

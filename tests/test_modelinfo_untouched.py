@@ -16,7 +16,7 @@ from test_summaries_zoo import fingerprint
 from torch import Tensor, nn
 from zoo import ZOO, Entry
 
-from hookkit import Hooks, edit_output, hook_all, hook_output
+from hookkit import Hooks, edit_output, hook_output
 from hookkit.modelinfo.tree import Tree
 from hookkit.modelinfo.untouched import untouched
 
@@ -281,7 +281,6 @@ def test_hooks_that_observe_are_off_and_back_in_their_order() -> None:
         hook_output(model[0], grad=True) as g,
         Hooks([model[0]], lambda *_: calls.append("observer")),
         edit_output(model[0], lambda o: o + 1),
-        hook_all(lambda *_: calls.append("all")),
     ):
         hooks = list(model[0]._forward_hooks.items())
         with untouched(model):

@@ -19,11 +19,10 @@ from functools import lru_cache
 from types import FrameType
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookkit.errors import ModelRunError
 from hookkit.hooks.attach import HookEntry
-from hookkit.hooks.global_hooks import global_tables, is_of_hook_all
 from hookkit.modelinfo.tracer import Saved
 from hookkit.modelinfo.tree import Tree
 
@@ -42,7 +41,10 @@ def may_run_fake(tree: Tree) -> bool:
     """
     modules = (*tree.wrappers, *tree.modules)
     tables = [vars(m)[name] for m in modules for name in ("_forward_pre_hooks", "_forward_hooks")]
-    hooks = [hook for table in (*tables, *global_tables()) for hook in table.values()]
+    # Private by their names, in torch 1.8 to 2.13. Without them a global hook gets fake tensors.
+    names = ("_global_forward_pre_hooks", "_global_forward_hooks")
+    tables += [getattr(nn.modules.module, name, {}) for name in names]
+    hooks = [hook for table in tables for hook in table.values()]
     return all(map(_is_harmless, hooks)) and not any("forward" in vars(m) for m in modules)
 
 
@@ -51,7 +53,7 @@ def _is_harmless(hook: Any) -> bool:
     if isinstance(hook, HookEntry):
         return hook.observes
     home: str = getattr(hook, "__module__", None) or type(hook).__module__
-    return is_of_hook_all(hook) or home.split(".")[0] == "torch"
+    return home.split(".")[0] == "torch"
 
 
 def run_fake(tree: Tree, run: Callable[[Any], tuple[Any, T]]) -> tuple[Any, T] | None:

@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from hookkit.hooks.attach import HookEntry
 from hookkit.hooks.block import Registered
-from hookkit.hooks.global_hooks import global_tables, is_of_hook_all
 from hookkit.modelinfo.tree import Tree, storage_of
 from hookkit.nested import PLAIN, Inputs, leaves, tmap
 
@@ -58,9 +57,9 @@ def untouched(
     The grad mode and the random states of PyTorch, Python and NumPy are restored too. Attributes of
     classes, globals, closures and `__slots__` are not.
 
-    hookkit's hooks that only observe are off inside it, so that captures, statistics and `hook_all`
-    do not see the run, but for captures that the model itself holds. Edits and the user's own hooks
-    are part of the model, and run.
+    hookkit's hooks that only observe are off inside it, so that captures and statistics do not see
+    the run, but for captures that the model itself holds. Edits, the user's own hooks and PyTorch's
+    global hooks (`hook_all`) run.
 
     Args:
         model: a module, or its `Tree` if there is one already.
@@ -86,9 +85,6 @@ def untouched(
     tree = model if isinstance(model, Tree) else Tree(model)
     attributes = Attributes([*tree.wrappers, *tree.modules])
     modules = attributes.modules
-    tables = [] if observers else list(global_tables())
-    for table in tables:
-        attributes.note(table)
     others = [t for m in attributes.hidden for t in (*_own(m, "_parameters"), *_own(m, "_buffers"))]
     contents = Contents([*tree.tensors, *attributes.direct, *attributes.inside, *others])
     buffers = {id(b) for m in modules for b in _own(m, "_buffers")}
@@ -103,7 +99,7 @@ def untouched(
             undo.callback(setattr, m, "training", m.training)
         undo.callback(attributes.restore)
         if not observers:
-            tables += [vars(m).get(name, {}) for m in modules for name in _HOOKS]
+            tables = [vars(m).get(name, {}) for m in modules for name in _HOOKS]
             own = {id(h) for hook in attributes.held for h in hook._each()}
             for table in tables:
                 for key in [key for key, hook in table.items() if _observes(hook, own)]:
@@ -123,7 +119,7 @@ def set_mode(tree: Tree, training: bool | None) -> None:
 def _observes(hook: Any, own: set[int]) -> bool:
     """Whether `hook` only observes, and is none of the captures `own` that the model itself has."""
     if not isinstance(hook, HookEntry):
-        return is_of_hook_all(hook)
+        return False
     owner = getattr(getattr(hook, "callback", None), "__self__", None)
     return hook.observes and own.isdisjoint((id(hook), id(owner)))
 
