@@ -27,7 +27,6 @@ def test_a_value_is_a_row_or_the_table_and_a_layer_an_index_or_a_name() -> None:
     for layer in (1, -1, "fc"):
         assert record().layer(layer) == 1
         assert record().value("mean", layer).tolist() == [3, 4, 5]
-    assert [*record().rows()][4] == (2, 0, "fc", "activation", "mean", 4.0)
     assert repr(record()) == "Record(activation: 2 layers × 3 records, steps 0–4, mean)"
 
 

@@ -155,9 +155,7 @@ class StepTable:
         arrays = {}
         for name, old in self._arrays.items():
             arrays[name] = new = np.empty_like(old)
-            for i in range(
-                0, half, _PART
-            ):  # in parts: what merging needs beside the arrays is small
+            for i in range(0, half, _PART):  # all at once would need the memory again
                 both = old[2 * i : 2 * min(i + _PART, half)]
                 new[i : i + len(both) // 2] = self.fields[name].merge(both[::2], both[1::2])
             new[half : half + odd] = old[2 * half : self._n]

@@ -225,13 +225,6 @@ class Record(Plain, Exports):
         table = self.values[statistic]
         return table if layer is None else table[self.layer(layer)]
 
-    def rows(self) -> Iterator[tuple[int, int, str, str, str, float]]:
-        """The tidy form, one value at a time: (step, epoch, layer, kind, statistic, value)."""
-        for statistic, table in self.values.items():
-            for name, row in zip(self.names, table, strict=True):
-                for step, epoch, value in zip(self.steps, self.epochs, row, strict=True):
-                    yield int(step), int(epoch), name, self.kind, statistic, float(value)
-
     def __repr__(self) -> str:
         layers = f"{len(self.names)} layer{'s' * (len(self.names) != 1)}"
         steps = f", steps {self.steps[0]}–{self.steps[-1]}" if len(self) else ""
