@@ -52,9 +52,9 @@ class RowFiles:
             self._append("ids.npy", ids)
 
     def _append(self, file: str, t: Tensor) -> None:
-        t = t.cpu().resolve_conj().resolve_neg().contiguous()
+        t = t.cpu().contiguous()
         try:
-            array = t.numpy()
+            array = t.numpy(force=True)
         except TypeError:  # numpy has no bfloat16 and float8: whole numbers with the same bits
             array = t.view(getattr(torch, f"uint{8 * t.itemsize}")).numpy()
         head = npy.header_data_from_array_1_0(array[:0])

@@ -16,7 +16,6 @@ from hookkit.checks import check_flag, check_number
 from hookkit.collecting.activations import Activations, RowFiles
 from hookkit.collecting.layer_rows import Field, LayerRows
 from hookkit.errors import ArgumentError, OptionError
-from hookkit.hooks.snapshot import settled
 from hookkit.modelinfo.untouched import process_state, untouched
 from hookkit.nested import tmap
 
@@ -112,7 +111,7 @@ def _merged(each: dict[str, Any]) -> Any:
     """Returns the accumulators of all processes as one for each layer, on the CPU."""
     for one in each.values():
         for key, value in getattr(one, "__dict__", {}).items():
-            setattr(one, key, tmap(Tensor.cpu, settled(value)))
+            setattr(one, key, tmap(Tensor.cpu, value))
     with ranks.together("call collect"):
         merged, *others = ranks.gather_object(each)
     for name, one in merged.items():
