@@ -32,7 +32,7 @@ KINDS = {
 }
 """What a hook function of each kind is called with."""
 
-_BY_NAME = "Modules by name come from select(model, name); options are best given by name."
+BY_NAME = "Modules by name come from select(model, name); options are best given by name."
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _NO_BACKWARD = "no backward pass reached it inside the block, or its memory was written in place"
 
@@ -89,7 +89,7 @@ class Block(Switch):
         given = {"detach": detach, "cpu": cpu, "gather": gather, "edit": edit, "clone": clone}
         for name, flag in {**given, "stop": stop, "prepend": prepend}.items():
             if flag is not True and flag is not False:
-                check_flag(who, name, flag, _BY_NAME)
+                check_flag(who, name, flag, BY_NAME)
         check_choice(who, "keep", keep, ("last", "all", "none"))
         self.who, self.kind = who, kind
         self.wants_hook = getattr(func, "wants_hook", False)

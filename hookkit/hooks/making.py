@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from hookkit.checks import check_flag
 from hookkit.hooks.attach import check_hookable
-from hookkit.hooks.block import Block
+from hookkit.hooks.block import BY_NAME, Block
 from hookkit.hooks.collection import Hooks, Modules
 from hookkit.hooks.hook import Hook
-
-_BY_NAME = "Modules by name come from select(model, name); options are best given by name."
 
 
 def hook_output(
@@ -67,9 +67,9 @@ def hook_output(
     >>> torch.equal(h.stored, y), h.stored.requires_grad, g.stored[0][0]
     (True, False, tensor([1., 1., 1.]))
     """
-    check_hookable(module, "hook_output")
-    block = _block("hook_output", "forward", detach, cpu, grad, gather, keep, clone, stop, prepend)
-    return _registered(Hook.of(module, block))
+    kind = _kind("hook_output", "forward", grad)
+    options: Any = {"keep": keep, "clone": clone, "stop": stop, "prepend": prepend}
+    return _registered(module, Block("hook_output", kind, None, detach, cpu, gather, **options))
 
 
 def hook_outputs(
@@ -84,7 +84,7 @@ def hook_outputs(
     stop: bool = False,
     prepend: bool = False,
 ) -> Hooks:
-    """`Hooks` that store what each of `modules` returns, or the gradients of that.
+    """`Hooks` that store what each of `modules` returns, or the gradients, as `hook_output`.
 
     Args:
         modules: any number of modules. A Sequential stands for its children, as in fastai. Of what
@@ -94,9 +94,6 @@ def hook_outputs(
     Returns:
         The `Hooks`, registered already, all or none: `h["name"].stored`, `h[0]`, `.stored` of all.
 
-    Raises:
-        ArgumentError, OptionError, HookError: as `hook_output`.
-
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 3))
     >>> with hook_outputs(net) as h:
@@ -104,9 +101,9 @@ def hook_outputs(
     >>> [tuple(o.shape) for o in h.stored]
     [(4, 10), (4, 10), (4, 3)]
     """
-    who = "hook_outputs"
-    block = _block(who, "forward", detach, cpu, grad, gather, keep, clone, stop, prepend)
-    return Hooks.made(modules, block)
+    kind = _kind("hook_outputs", "forward", grad)
+    options: Any = {"keep": keep, "clone": clone, "stop": stop, "prepend": prepend}
+    return Hooks.made(modules, Block("hook_outputs", kind, None, detach, cpu, gather, **options))
 
 
 def hook_input(
@@ -140,9 +137,6 @@ def hook_input(
         The `Hook`, registered already; `.stored` is an `Inputs`: a tuple of the positional inputs
         that has keyword inputs by name.
 
-    Raises:
-        ArgumentError, OptionError, HookError: as `hook_output`.
-
     >>> import torch
     >>> m = nn.Linear(5, 3)
     >>> with hook_input(m) as h:
@@ -150,9 +144,9 @@ def hook_input(
     >>> h.stored["input"].shape
     torch.Size([4, 5])
     """
-    check_hookable(module, "hook_input")
-    block = _block("hook_input", "pre", detach, cpu, grad, gather, keep, clone, stop, prepend)
-    return _registered(Hook.of(module, block))
+    kind = _kind("hook_input", "pre", grad)
+    options: Any = {"keep": keep, "clone": clone, "stop": stop, "prepend": prepend}
+    return _registered(module, Block("hook_input", kind, None, detach, cpu, gather, **options))
 
 
 def hook_inputs(
@@ -167,17 +161,13 @@ def hook_inputs(
     stop: bool = False,
     prepend: bool = False,
 ) -> Hooks:
-    """`Hooks` that store what each of `modules` is called with, or the gradients of that.
+    """`Hooks` that store what each of `modules` is called with, as `hook_input`.
 
     Args:
-        modules: any number of modules, as for `hook_outputs`.
-        detach, cpu, grad, gather, keep, clone, stop, prepend: as for `hook_output`.
+        modules, detach, cpu, grad, gather, keep, clone, stop, prepend: as for `hook_outputs`.
 
     Returns:
         The `Hooks`, registered already, all or none; each stores as `hook_input` does.
-
-    Raises:
-        ArgumentError, OptionError, HookError: as `hook_output`.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(5, 10), nn.ReLU())
@@ -186,30 +176,20 @@ def hook_inputs(
     >>> [tuple(i[0].shape) for i in h.stored]
     [(4, 5), (4, 10)]
     """
-    who = "hook_inputs"
-    block = _block(who, "pre", detach, cpu, grad, gather, keep, clone, stop, prepend)
-    return Hooks.made(modules, block)
+    kind = _kind("hook_inputs", "pre", grad)
+    options: Any = {"keep": keep, "clone": clone, "stop": stop, "prepend": prepend}
+    return Hooks.made(modules, Block("hook_inputs", kind, None, detach, cpu, gather, **options))
 
 
-def _block(
-    who: str,
-    kind: str,
-    detach: bool,
-    cpu: bool,
-    grad: bool,
-    gather: bool,
-    keep: str,
-    clone: bool,
-    stop: bool,
-    prepend: bool,
-) -> Block:
-    if grad is not False and check_flag(who, "grad", grad, _BY_NAME):
-        kind = "pre_grad" if kind == "pre" else "grad"
-    return Block(
-        who, kind, None, detach, cpu, gather, keep=keep, clone=clone, stop=stop, prepend=prepend
-    )
+def _kind(who: str, kind: str, grad: bool) -> str:
+    """The kind of hook for values, or with `grad` for their gradients."""
+    if grad is False or not check_flag(who, "grad", grad, BY_NAME):
+        return kind
+    return "pre_grad" if kind == "pre" else "grad"
 
 
-def _registered(hook: Hook) -> Hook:
+def _registered(module: nn.Module, block: Block) -> Hook:
+    check_hookable(module, block.who)
+    hook = Hook.of(module, block)
     hook.register()
     return hook
