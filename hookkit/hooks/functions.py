@@ -428,7 +428,8 @@ def hook_function(
             `hook` that is only called, and for `n_calls`.
 
     Returns:
-        `FunctionHooks`, to be entered. The calls of the last `with` stay readable after it.
+        `FunctionHooks`, to be entered; reading them before that is an error. The calls of the last
+        `with` stay readable after it.
 
     Raises:
         ArgumentError: `f` is no function of torch; or `within` holds no modules.
