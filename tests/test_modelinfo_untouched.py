@@ -2,6 +2,8 @@
 
 import copy
 import random
+import subprocess
+import sys
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -222,6 +224,18 @@ def test_what_attributes_hold_is_put_back(params: bool) -> None:
     assert model.state() == before
     assert model.cache[0] is cached
     assert all(a != b for a, b in zip(changed, before, strict=True))
+
+
+def test_flex_attention_runs_in_a_process_that_has_compiled_nothing() -> None:
+    code = """if True:
+        import torch
+        from torch.nn.attention.flex_attention import flex_attention
+        from hookkit.modelinfo.untouched import untouched
+        q = torch.ones(1, 1, 4, 2)
+        with untouched(torch.nn.Identity()):
+            assert flex_attention(q, q, q).shape == q.shape
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
 def test_objects_inside_objects_and_classes_are_not_put_back() -> None:

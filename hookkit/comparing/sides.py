@@ -20,7 +20,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from hookkit.errors import ArgumentError, HookError, OptionError, missing_extra
 from hookkit.hooks.attach import Switch, attach, recomputing
-from hookkit.hooks.eager import layer_by_layer
 from hookkit.hooks.snapshot import is_transformed, snapshot
 from hookkit.modelinfo.untouched import real_inputs, untouched
 from hookkit.modules import join, submodules
@@ -135,7 +134,6 @@ def run(
     with ExitStack() as undo:
         undo.enter_context(untouched(model))
         undo.enter_context(torch.set_grad_enabled(loss is not None))
-        undo.enter_context(layer_by_layer(always=True))
         for name, m in modules.items():
             if alone is not None:
                 begins = attach(m, partial(begin, name), pre=True, switch=switch)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from threading import Lock
 from typing import Any
 
@@ -76,6 +77,9 @@ def enter_eager(owner: object, always: bool = False) -> None:
 
     Without `always` only if something was given to the compiler, or has been compiled, by now.
     """
+    if always and "torch.nn.attention.flex_attention" in sys.modules:
+        # Flex attention loads the compiler when it is called, which would be too late.
+        import_module("torch._dynamo.eval_frame")
     frames = sys.modules.get("torch._dynamo.eval_frame")
     # Private: `cached_backends` of `torch._dynamo.eval_frame`, those that torch.compile was called
     # with, None of optimizers (since 2.1). Without it what is compiled for the first time inside a

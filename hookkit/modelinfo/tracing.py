@@ -6,10 +6,8 @@ or large is stopped and repeated on fake tensors, which have shapes and no value
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from importlib import import_module
 from types import GeneratorType
 from typing import Any, TypeVar
 
@@ -18,7 +16,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hookkit.errors import ArgumentError
-from hookkit.hooks.eager import layer_by_layer
 from hookkit.modelinfo.fakes import may_run_fake, run_fake
 from hookkit.modelinfo.tracer import Stopped, Trace, Tracer
 from hookkit.modelinfo.tree import Tree
@@ -120,7 +117,10 @@ def _once(
         tracer = Tracer(tree, write, "meta" if is_meta else "fake" if mode else "real", *bound)
         tracer.trace.saves = saves
         tracer.attach(stack)
-        _switch_off(stack)
+        if torch.is_autocast_cache_enabled():
+            # the run makes what was made before it again, and keeps none of its own
+            torch.clear_autocast_cache()
+            stack.callback(torch.clear_autocast_cache)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if mode is None:
@@ -134,23 +134,6 @@ def _once(
             # it. With an error in the trace, whose frames hold the graph, none would be freed.
             trace, tracer.trace = tracer.trace, Trace("none")
         return trace, read(trace)
-
-
-def _switch_off(stack: ExitStack) -> None:
-    """What would hide operations, or keep tensors of the run, is off until `stack` closes.
-
-    That are the compiler, which would compile the tracer; PyTorch's fused path, which calls no
-    layers of a TransformerEncoder; and autocast's cache of converted parameters.
-    """
-    if "torch.nn.attention.flex_attention" in sys.modules:
-        # Private, in torch 2.11 to 2.13: what `layer_by_layer` needs to be loaded. Flex attention
-        # loads the compiler when it is called, which is too late: it would be compiled.
-        import_module("torch._dynamo.eval_frame")
-    stack.enter_context(layer_by_layer(always=True))
-    if torch.is_autocast_cache_enabled():
-        # what it holds from before is not made in this run, and what this run makes is not kept
-        torch.clear_autocast_cache()
-        stack.callback(torch.clear_autocast_cache)
 
 
 def _call(tracer: Tracer, inputs: Inputs, mode: Any, saves: bool) -> None:

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from hookkit.hooks.attach import HookEntry
 from hookkit.hooks.block import Registered
+from hookkit.hooks.eager import layer_by_layer
 from hookkit.modelinfo.tree import Tree, storage_of
 from hookkit.nested import PLAIN, Inputs, leaves, tmap
 
@@ -55,7 +56,7 @@ def untouched(
       their `grad` or `requires_grad` was set; and other tensors in attributes.
 
     The grad mode and the random states of PyTorch, Python and NumPy are restored too. Attributes of
-    classes, globals, closures and `__slots__` are not.
+    classes and of tensors, globals, closures, `__slots__` and what NumPy writes or draws are not.
 
     hookkit's hooks that only observe are off inside it, so that captures and statistics do not see
     the run, but for captures that the model itself holds. Edits, the user's own hooks and PyTorch's
@@ -64,7 +65,8 @@ def untouched(
     Args:
         model: a module, or its `Tree` if there is one already.
         params: copies everything now, which costs nothing for each operation. By default
-            parameters, gradients and tensors inside containers are copied before their first write.
+            parameters, gradients and tensors inside containers are copied before their first write,
+            and compiled code runs eagerly.
         observers: leaves the hooks that observe on.
         watch: whether writes are seen here; if not, the caller reports them.
 
@@ -104,8 +106,10 @@ def untouched(
             for table in tables:
                 for key in [key for key, hook in table.items() if _observes(hook, own)]:
                     del table[key]
-        if watch and not params:
-            undo.enter_context(_Writes(contents.copy))
+        if not params:
+            undo.enter_context(layer_by_layer(always=True))  # compiled code would hide writes
+            if watch:
+                undo.enter_context(_Writes(contents.copy))
         yield contents.copy
 
 
