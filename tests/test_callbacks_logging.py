@@ -58,8 +58,8 @@ def test_a_tracker_gets_everything_once_and_in_order_every_so_many_steps() -> No
     stats = [ActivationStats(include_paramless=True), ParamStats(every=2)]
     learn = quiet(n_trn=5, n_val=2, cbs=[LogTo(tracker, every=2), *stats, note])
 
-    learn.fit(3)
-    learn.log_to(tracker)
+    learn.fit(2)
+    learn.fit(1)
 
     assert during[:5] == [0, 0, 2, 2, 4]
     assert tracker.steps("loss") == list(range(15))
@@ -101,7 +101,7 @@ def test_of_two_recorders_of_a_kind_a_log_has_the_later_one() -> None:
     assert tracker.steps("activation/mean/model") == [0, 3, 6]
 
 
-def test_a_watched_loop_is_logged_too_and_not_again_by_its_watcher() -> None:
+def test_a_watched_loop_is_logged_too_and_what_comes_late_is_not_before_the_rest() -> None:
     tracker, model = Tracker(), nn.Linear(2, 1)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -114,13 +114,24 @@ def test_a_watched_loop_is_logged_too_and_not_again_by_its_watcher() -> None:
                 loss.backward()
                 opt.step()
             w.epoch(valid_loss=1.0)
-    n = len(tracker.got)
-    w.log_to(tracker)
+    with w:
+        w.note(accuracy=0.5)
 
     assert tracker.steps("loss") == tracker.steps("activation/mean/model") == list(range(6))
     for name in ("epoch/valid_loss", "epoch/train_loss"):  # nothing of an epoch before its end
         assert tracker.steps(name) == [2, 5]
-    assert len(tracker.got) == n
+    assert tracker.got[-1] == (5, {"epoch/accuracy": 0.5})
+
+
+def test_a_log_has_the_layers_and_statistics_that_it_names() -> None:
+    tracker = Tracker()
+    log = LogTo(tracker, layers="a", statistics=["std", "weight_norm"])
+    stats = [ActivationStats(include_paramless=True), ParamStats()]
+
+    quiet(n_trn=3, cbs=[log, *stats]).fit(1)
+
+    names = {name for _, data in tracker.got for name in data if name.count("/") > 1}
+    assert names == {"param/weight_norm/a"}
 
 
 @pytest.mark.parametrize("with_params", [False, True])
@@ -192,18 +203,15 @@ def test_a_dead_target_warns_once_and_the_training_goes_on() -> None:
     assert len(all_) == 1
     assert learn.n_steps == 20
     tracker.fails_at = None
-    learn.log_to(tracker)
+    learn.fit(1)
 
-    assert tracker.steps("loss") == list(range(20))
+    assert tracker.steps("loss") == list(range(30))
 
 
 def test_impossible_targets_and_options_are_errors() -> None:
-    with pytest.raises(ArgumentError, match="LogTo: an int was given, which has no add_scalar"):
-        LogTo(3)
-    with pytest.raises(OptionError, match=r"LogTo\(\"runs\"\): a file to log to ends in \.csv or"):
-        LogTo("runs")
-    with pytest.raises(OptionError, match=r"LogTo\(every=0\)"):
-        LogTo(Tracker(), every=0)
+    for cannot_be in ({"target": 3}, {"target": "runs"}, {"every": 0}, {"statistics": "men"}):
+        with pytest.raises((ArgumentError, OptionError), match="LogTo"):
+            LogTo(**{"target": Tracker(), **cannot_be})
 
 
 # --- CSVLogger

@@ -10,7 +10,6 @@ from torch import nn
 import hookkit
 from hookkit import (
     HookCallback,
-    LogTo,
     edit_output,
     edit_outputs,
     hook_inputs,
@@ -73,13 +72,6 @@ def test_a_size_for_a_model_that_takes_whole_numbers() -> None:
     cure = "summary(model, torch.zeros(1, 12, dtype=torch.long))"
     assert e.value.__notes__[-1].endswith(cure)
     assert eval(cure, {"summary": summary, "model": model, "torch": torch}).n_params == 138
-
-
-def test_a_trackers_name_in_the_place_of_the_tracker() -> None:
-    with pytest.raises(OptionError, match=r"import wandb; LogTo\(wandb\)"):
-        LogTo("wandb")
-    with pytest.raises(OptionError, match="SummaryWriter"):
-        LogTo("runs")
 
 
 def test_a_name_that_is_not_there() -> None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hookkit.errors import ArgumentError, SelectionError, nearest
-from hookkit.records import files, frames, loggers
-from hookkit.records.values import Floats, Ints, Plain, label
+from hookkit.records import files, frames, logs
+from hookkit.records.values import Floats, Ints, Plain, label, read_source
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -61,26 +61,34 @@ class Tables:
         """Writes the tidy table as CSV, by pandas; the path. Missing parent folders are made."""
         return frames.to_csv(self, path)
 
-    def log_to(self, writer: Any, *, statistics: Iterable[str] | None = None) -> None:
-        """Sends what was recorded to a tracker or a file: losses, and a few scalars per layer.
+    def log_to(
+        self,
+        writer: Any,
+        *,
+        statistics: Iterable[str] | None = None,
+        layers: Iterable[str] | None = None,
+    ) -> None:
+        """Send all that was recorded to a tracker or a file: losses, and a few scalars per layer.
 
-        A recorder, Watcher or Learner sends what is new since it was last sent to this writer, so
-        it can be called after each epoch; a Record or a Run is sent whole. `LogTo` does the same
-        while it trains. Names are `loss`, `grad_norm`, `lr`, `epoch/valid_loss`,
-        `activation/mean/layer1.0`. Histograms go to TensorBoard, in the bins they were recorded in.
+        Each call sends everything. `LogTo` sends what is new, while a model trains. Names are
+        `loss`, `grad_norm`, `lr`, `epoch/valid_loss`, `activation/mean/layer1.0`. Histograms go to
+        TensorBoard, in the bins they were recorded in.
 
         Args:
             writer: a SummaryWriter of torch or tensorboardX; what has `log_metrics(dict, step=)`
                 (mlflow, Lightning's loggers) or `log(dict, step=)` (wandb, trackio); or the path of
                 a `.csv` or `.jsonl` file, to which lines are added. It is not closed.
-            statistics: which scalars of layers, a list of names (or one name); None takes about
-                five per kind, [] none.
+            statistics: which scalars of layers, one name or several; None takes about five, []
+                none.
+            layers: which layers and parameters, one name or glob or several: `"encoder"` takes
+                what is inside it too; None takes all.
 
         Raises:
             ArgumentError: `writer` is none of these.
-            OptionError: one of `statistics` was recorded nowhere; a file has another ending.
+            OptionError: one of `statistics` or `layers` was recorded nowhere; a file has another
+                ending.
         """
-        loggers.log_to(writer, self, statistics)
+        logs.send(writer, read_source(self), {}, statistics, layers)
 
 
 class Exports(Tables):
