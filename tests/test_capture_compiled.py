@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 import hookkit.hooks.eager as eager
 from hookkit.editing import edit_grad, edit_input, edit_output, scale, zero
 from hookkit.features import feature_extractor
-from hookkit.hooks import hook_all, hook_input, hook_inputs, hook_output, hook_outputs, print_sizes
+from hookkit.hooks import hook_all, hook_input, hook_inputs, hook_output, hook_outputs
 from hookkit.swapping import Catcher, swap
 
 pytestmark = [
@@ -98,18 +98,6 @@ def test_an_extractor_on_a_compiled_model_makes_no_graph(net: Net, x: Tensor) ->
     torch.testing.assert_close(feature, net.a(x))
     torch.testing.assert_close(compiled(x), want)
     assert counter.frame_count == 1
-
-
-def test_sizes_of_a_compiled_model_are_printed(
-    net: Net, x: Tensor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    compiled = torch.compile(net, backend="eager")
-    compiled(x)
-
-    with print_sizes(net):
-        compiled(x)
-
-    assert "4×5 → 4×10  a (Linear)\n" in capsys.readouterr().out
 
 
 def test_an_exception_in_a_block_leaves_the_compiler_as_it_was(net: Net, x: Tensor) -> None:

@@ -12,7 +12,6 @@ from hooked import n_hooks
 from torch import Tensor, nn
 
 from hookkit.editing import edit_grad, edit_input, edit_output, edit_outputs, zero
-from hookkit.errors import SelectionError
 from hookkit.features import feature_extractor
 from hookkit.hooks import (
     Hook,
@@ -22,9 +21,7 @@ from hookkit.hooks import (
     hook_output,
     hook_outputs,
     hook_tensor,
-    print_sizes,
 )
-from hookkit.selecting import select
 from hookkit.swapping import Catcher, GramWrapper, swap
 
 
@@ -128,19 +125,6 @@ def test_threads_do_not_meet(use: str, x: Tensor) -> None:
         assert n_hooks(net) == 0
 
 
-def test_printing_sizes_a_hundred_times_leaves_nothing(
-    net: nn.Sequential, x: Tensor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clean = state(net)
-
-    for _ in range(100):
-        with print_sizes(net):
-            net(x)
-
-    assert capsys.readouterr().out.count("4×5 → 4×6  0 (Linear)") == 100
-    assert state(net) == clean
-
-
 # --- all or nothing
 
 
@@ -172,20 +156,3 @@ def test_if_one_cannot_be_hooked_none_is(make: Any, net: nn.Sequential) -> None:
         make([*net, Unmade()])
 
     assert state(net) == clean
-
-
-def test_an_unknown_name_is_an_error_before_any_hook_is_in(net: nn.Sequential) -> None:
-    clean = state(net)
-
-    for use in (
-        lambda: hook_outputs(select(net, "0", "7")),
-        lambda: edit_outputs(select(net, "0", "7"), zero()),
-        lambda: swap(net, {"0": Catcher, "7": Catcher}).__enter__(),
-        lambda: feature_extractor(net, "0", "7"),
-        lambda: select(net, {"7": "h"}),
-    ):
-        with pytest.raises(SelectionError, match='no module matches "7"'):
-            use()
-
-    assert state(net) == clean
-    assert type(net[0]) is nn.Linear

@@ -354,16 +354,6 @@ def test_nothing_is_left_after_an_exception_and_the_names_are_right(
     assert (modes(), n_hooks(model)) == (0, 0)
 
 
-def test_it_can_be_switched_off(net: nn.Sequential, x: Tensor) -> None:
-    with hook_function(F.relu, within=net) as h:
-        h.switch.on = False
-        net(x)
-        h.switch.on = True
-        net[1](x)
-
-    assert h.names == ("1/relu:0",)
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_a_checkpoint_runs_again_is_not_stored(
     net: nn.Sequential, x: Tensor, reentrant: bool

@@ -4,7 +4,6 @@
 import asyncio
 import collections
 import copy
-import gc
 import pickle
 import sys
 import threading
@@ -22,13 +21,10 @@ from torch.utils.hooks import RemovableHandle
 from hookkit.editing import edit_output, zero
 from hookkit.errors import (
     CompiledWarning,
-    HookError,
     NeverFiredWarning,
     OverwrittenWarning,
-    SelectionError,
 )
 from hookkit.hooks import Hook, Hooks, attach, hook_inputs, hook_output, hook_outputs
-from hookkit.selecting import select
 from hookkit.summaries import summary
 
 
@@ -304,18 +300,6 @@ def test_an_optimizer_alone_makes_no_block_ask_for_eager_code(
     assert len(h.stored) == 3
 
 
-def test_reading_an_empty_hook_searches_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = mlp()
-    torch.optim.Adam(net.parameters())
-    monkeypatch.setattr(gc, "get_objects", lambda: pytest.fail("it searches all objects"))
-
-    h, e = hook_output(net[0]), edit_output(net[0], zero())
-
-    assert h.stored is None
-    h.remove()
-    e.remove()
-
-
 def test_a_hook_that_a_compiled_model_ignores_warns_once() -> None:
     net = mlp()
     compiled = torch.compile(net, **COMPILED)
@@ -334,15 +318,6 @@ def test_a_hook_that_a_compiled_model_ignores_warns_once() -> None:
 # --- messages, and a hook that others look at
 
 
-def test_a_wrong_name_of_a_scripted_model_is_a_selection_error() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        m = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
-
-    with pytest.raises(SelectionError, match='no module matches "head"'):
-        select(m, "head")
-
-
 def test_an_edit_that_a_summary_ran_has_fired() -> None:
     net = mlp()
 
@@ -350,14 +325,6 @@ def test_an_edit_that_a_summary_ran_has_fired() -> None:
         warnings.simplefilter("error", NeverFiredWarning)
         with edit_output(net[0], lambda o: o * 2):
             summary(net, X)
-
-
-def test_the_kind_of_a_wrong_replacement_is_said_once() -> None:
-    net = mlp()
-
-    with pytest.raises(HookError, match="the replacement is ndarray, the layer gave"):
-        with edit_output(net[0], lambda o: o.detach().numpy()):
-            net(X)
 
 
 def test_fastais_names_are_there() -> None:
