@@ -101,6 +101,11 @@ def plain_run(entry: Entry) -> Run:
     return run(entry, entry.build())
 
 
+def is_recomputed() -> bool:
+    """Whether a checkpoint runs a module again, in the backward pass."""
+    return torch._C._current_autograd_node() is not None
+
+
 @once
 def by_hand(entry: Entry) -> tuple[dict[str, list[Any]], dict[str, list[Any]], Any]:
     """Inputs and outputs of each call of each module, and the result, by plain PyTorch hooks."""
@@ -109,7 +114,7 @@ def by_hand(entry: Entry) -> tuple[dict[str, list[Any]], dict[str, list[Any]], A
     outputs: dict[str, list[Any]] = {}
 
     def keep(store: dict[str, list[Any]], name: str, *seen: Any) -> None:
-        if torch._C._current_autograd_node() is None:
+        if not is_recomputed():
             store.setdefault(name, []).append(copied(seen))
 
     for name, m in hookable(model).items():
@@ -145,6 +150,8 @@ def gradients_by_hand(entry: Entry) -> dict[str, list[Any]]:
 
     def tap(name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if is_recomputed():
+                return None
             slots: list[Any] = []
 
             def one(t: Tensor) -> Tensor:
@@ -176,6 +183,8 @@ def input_gradients_by_hand(entry: Entry) -> dict[str, list[Any]]:
 
     def before(name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if is_recomputed():
+                return None
             slots: list[Any] = []
 
             def one(t: Tensor) -> Tensor:

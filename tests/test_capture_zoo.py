@@ -80,7 +80,7 @@ def test_gradients_of_every_input_are_those_of_a_model_called_with_clones(entry:
         return  # a module that writes into a clone does not do what it does
     want = input_gradients_by_hand(entry)
     for name in modules:
-        for mine, hers in zip(h[name].calls, want.get(name, []), strict=False):
+        for mine, hers in zip(h[name].calls, want.get(name, []), strict=True):
             a, b = arrived(mine), arrived(hers)
             assert len(a) == len(b), name
             torch.testing.assert_close(a, b, msg=name)

@@ -83,7 +83,7 @@ def test_gradients_of_every_output_are_those_of_a_hand_tapped_model(entry: Entry
             got = backward(entry, model)
 
     for name in modules:
-        for mine, hers in zip(h[name].calls, want.get(name, []), strict=False):
+        for mine, hers in zip(h[name].calls, want.get(name, []), strict=True):
             if len(mine) > 1 and entry.name.startswith((*OWN_USE, "tree")):
                 continue
             a, b = arrived(mine), arrived(hers)
