@@ -12,8 +12,10 @@ from names import names
 from test_readme import run
 
 import hookkit
-from hookkit import plotting
 from hookkit.testing import synth_learner
+
+pytest.importorskip("matplotlib")
+plotting = pytest.importorskip("hookkit.plotting")
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -17,6 +17,7 @@ from hookkit.errors import ArgumentError, OptionError
 from hookkit.records import Incident, Run
 from hookkit.testing import synth_learner
 
+pytest.importorskip("matplotlib")
 plotting = pytest.importorskip("hookkit.plotting")
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}

@@ -101,6 +101,9 @@ class TopK:
 
     Of equal values any may be kept; NaN is greater than all, as in `torch.topk`.
 
+    Args:
+        k: how many values to keep of each unit.
+
     Attributes:
         values: (k, ...) of the shape and dtype of the rows, the greatest first; fewer than `k` if
             there were fewer rows, None if there was none.

@@ -92,6 +92,9 @@ class Activations(dict[str, "Layer"]):
 
     Rows are in the order in which the loader gave them; of several processes, rank after rank.
 
+    Args:
+        folder: the `out_dir` of `collect`.
+
     Attributes:
         ids: the rows' ids, (n_rows,) int64; of tokens (n_rows, 2), sample and position in it.
 
