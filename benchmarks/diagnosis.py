@@ -36,9 +36,8 @@ from hookkit.records import Run
 VARIANTS = {
     **dict.fromkeys(("no_gradient", "not_in_optimizer", "unregistered", "no_step"), "unmoved"),
     "schedule_over": "lr_too_low",
-    "ascent": "below_zero",
 }
-"""Names of findings → the authors' word: for what never moves, rates that end, and wrong signs."""
+"""Names of findings → the authors' word: for what never moves, and rates that end."""
 
 for _module in iter_modules(realistic.__path__):
     import_module(f"realistic.{_module.name}")

@@ -123,15 +123,10 @@ ONE_ARGUMENT: dict[str, Callable[[bool], Watcher]] = {
     "probabilities": lambda wrong: fit(
         nn.Sequential(*net(), nn.Softmax(1) if wrong else nn.Identity())
     ),
-    "ascent": lambda wrong: fit(net(), sgd(0.01, maximize=wrong)),
     "no_step": lambda wrong: fit(net(), step=not wrong),
     "grads_pile_up": lambda wrong: fit(net(), sgd(0.02), zero=not wrong),
-    "small_batch": lambda wrong: fit(normed(), batch=lambda i: blobs(2 if wrong else 32)),
     "dropout": lambda wrong: fit(
         nn.Sequential(*net()[:4], nn.Dropout(0.95 if wrong else 0.1), net()[4])
-    ),
-    "constant_input": lambda wrong: fit(
-        net(), inputs=lambda x: x[:1].expand(32, 8) if wrong else x
     ),
     "input_scale": lambda wrong: fit(net(), inputs=lambda x: x * (255 if wrong else 1)),
     "no_gradient": lambda wrong: fit(Headed(cut=wrong)),
@@ -141,7 +136,6 @@ ONE_ARGUMENT: dict[str, Callable[[bool], Watcher]] = {
         begun(net(), lambda p: p.ndim > 1 and nn.init.normal_(p, 0, 3), wrong)
     ),
     "weight_decay": lambda wrong: fit(net(), adamw(weight_decay=10.0 if wrong else 0.01)),
-    "momentum": lambda wrong: fit(net(), sgd(0.01, momentum=0.999 if wrong else 0.9)),
     "lr_too_high": lambda wrong: fit(net(), lr=5.0 if wrong else 3e-3, n=60),
     "lr_too_low": lambda wrong: fit(net(), sgd(1e-5 if wrong else 0.1), n=100),
 }

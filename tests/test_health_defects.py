@@ -108,12 +108,6 @@ def test_a_minimax_generator_turns_the_sign_of_a_loss_on_purpose():
     assert not diagnose(train(made, loss)).alarms
 
 
-def test_a_lost_sign_is_seen_where_the_loss_is_reported_with_it():
-    w = fit(net(), sgd(0.01), loss_func=lambda x, y: -F.cross_entropy(x, y))
-
-    assert diagnose(w).rules[0] == "ascent"
-
-
 # --- where NaN comes from, and what is read where little is recorded
 
 

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from hookkit.moments import step_table, tally
 from hookkit.moments.bins import LogBins
 from hookkit.moments.reading import record_of
 from hookkit.moments.tally import Options, Tally
 from hookkit.moments.units import WINDOW, channel_dim
-from hookkit.stats import ActivationStats
+from hookkit.stats import ActivationStats, GradientStats
 from hookkit.watching import watch
 
 ALL = Options(bins=LogBins(), units=True)
@@ -305,3 +306,28 @@ def test_values_without_arithmetic_are_counted(dtype: torch.dtype, on_a_device: 
     assert record.value("mean", "act") == [0.5]
     assert record.value("saturated", "act") == [1.0]
     assert stats.dead("act").tolist() == [True, False]
+
+
+def test_the_size_of_what_a_layer_is_given_is_that_of_all_its_calls_in_the_first_step():
+    net = nn.Linear(2, 2)
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    calls = torch.zeros(4, 2), torch.tensor([[3.0, 4.0]] * 4), torch.full((4, 2), 100.0)
+
+    with watch(net, opt, ActivationStats(modules=net), GradientStats()) as w:
+        for xs in (calls[:2], calls[2:]):
+            for x in xs:
+                net(x).sum().backward()
+            opt.step()
+
+    run = w.run_record()
+    assert run.activations.meta["given_rms"] == pytest.approx([2.5])
+    assert "given_rms" not in run.gradients.meta
+
+
+def test_inputs_without_floats_have_no_size():
+    tally = Tally("activation")
+
+    for args in ((), (torch.ones(3, dtype=torch.long),), (torch.ones(0),)):
+        tally.see_inputs(0, (args, {}))
+
+    assert tally.given_rms() == {}

@@ -2,7 +2,8 @@
 
     finding    `Finding`, `Diagnosis`: what was seen, and what was not judged.
     view       A run as rules read it.
-    facts      Of the loss, the loop and the data.    weights  Of parameters.    values  Of values.
+    facts      Of the loss, the loop and the data.    weights  Of parameters.
+    units      Of values.    non_finite  Of NaN and Inf.
     measures   What is a factor of ten away from healthy.
     notes      What curves look like: never an alarm.
     sensors    `Sensors`, which a loop holds: what is seen while it runs. Of it: `loss_graph`,
@@ -53,12 +54,9 @@ RULES: tuple[Rule, ...] = (
     Rule(facts.broadcast, _GRAPH),
     Rule(facts.softmax_dim, _GRAPH),
     Rule(facts.probabilities, _GRAPH),
-    Rule(facts.ascent, (LOSSES,)),
     Rule(facts.below_zero, (LOSSES,)),
     Rule(facts.no_step),
     Rule(facts.grads_pile_up),
-    Rule(facts.constant_input, _ACTS),
-    Rule(facts.small_batch, _ACTS),
     Rule(measures.fp16_underflow),
     Rule(measures.input_scale, _ACTS),
     Rule(measures.target_scale, (LOSSES,)),
@@ -66,7 +64,6 @@ RULES: tuple[Rule, ...] = (
     Rule(weights.constant_init, _PARAMS),
     Rule(measures.bad_init, _PARAMS),
     Rule(measures.clipping, _PARAMS),
-    Rule(measures.momentum),
     Rule(measures.weight_decay),
     Rule(facts.dropout, _ACTS),
     Rule(measures.lr_too_high, _PARAMS),
@@ -100,8 +97,8 @@ def diagnose(run: Any) -> Diagnosis:
     Args:
         run: a Run, a Record, a Watcher, a Learner, or a recorder such as `ActivationStats`. The
             facts of `run.info` that rules read are listed in `hookkit.health.sensors`; beside those
-            `loss_func`, `n_classes`, `lr`, `weight_decay`, `momentum`, `optimizer`, `maximize`,
-            `dtype`, `train_iter`, `nan_losses`.
+            `loss_func`, `n_classes`, `lr`, `weight_decay`, `optimizer`, `dtype`,
+            `train_iter`, `nan_losses`.
 
     Returns:
         The `Diagnosis`: prints as a list; `.healthy`, `.rules`, `.findings`, `.not_judged`.

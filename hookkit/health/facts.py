@@ -2,7 +2,7 @@
 
 A fact needs no threshold, or one that only keeps single odd batches out. It is an alarm, an error
 where the loss does not fall; one that does no harm by itself is a note. `weights` has the facts of
-parameters, `values` those of what layers give.
+parameters, `units` those of what layers give.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from hookkit.health.finding import Finding
-from hookkit.health.view import DENSE, View, meta, names, percent, plural, table
+from hookkit.health.view import View, percent, plural, table
 
 # --- the loss
 
@@ -50,20 +50,12 @@ def broadcast(run: View) -> Iterator[Finding]:
 
 
 def softmax_dim(run: View) -> Iterator[Finding]:
-    """A softmax over samples, before the loss, or over queries or heads, inside the model."""
+    """A softmax over samples, before the loss."""
     if dim := run.info.get("softmax_dim"):
         what = f"the softmax before the loss is taken {dim}"
         cause = "a softmax that shares probabilities among samples, not classes"
         fix = "use F.cross_entropy(scores, targets), or torch.log_softmax(scores, dim=-1)"
         yield Finding("softmax_dim", "error", what, cause, fix)
-    if run.acts is not None and (inside := run.acts.meta.get("softmax_dim")):
-        what = (
-            f"{len(inside)} softmax inside the model, before a product with values, is taken "
-            f"{inside[0]}"
-        )
-        cause = "attention whose weights are shared among queries, heads or samples, not keys"
-        fix = "use softmax(dim=-1) on (…, queries, keys)"
-        yield Finding("softmax_dim", run.severity, what, cause, fix)
 
 
 def probabilities(run: View) -> Iterator[Finding]:
@@ -89,24 +81,6 @@ def below_zero(run: View) -> Iterator[Finding]:
         cause = "a wrong sign, or numbers that are no probabilities (or no labels) in the loss"
         fix = "check the sign of what backward() is called on, and what the loss is given"
         yield Finding("below_zero", "error", what, cause, fix)
-
-
-def ascent(run: View) -> Iterator[Finding]:
-    """Steps that make a loss of errors larger: `maximize=True`, or a minus before the loss."""
-    name = str(run.info.get("minus_loss") or "")
-    rises = run.end > run.start or run.broke is not None
-    plays = name.startswith("binary")  # one that turns the other's loss, as in a minimax GAN
-    if name and not plays and (rises or run.end < run.start < 0):
-        goes = f"{run.start:.3g} → {run.end:.3g}"
-        what = f"backward() is called on minus {name}, and the loss goes {goes}"
-        cause = "a wrong sign: each step makes the error larger"
-        fix = "call backward() on the loss itself"
-        yield Finding("ascent", "error", what, cause, fix)
-    elif run.info.get("maximize") and run.loss in _BELOW_ZERO_NEVER and rises:
-        what = f"the loss rises from {run.start:.3g} to {run.end:.3g}, under maximize=True"
-        cause = "the optimizer maximises the loss"
-        fix = "make the optimizer without maximize=True"
-        yield Finding("ascent", "error", what, cause, fix)
 
 
 # --- the loop
@@ -162,20 +136,6 @@ def schedule_over(run: View) -> Iterator[Finding]:
 # --- the data
 
 
-def constant_input(run: View) -> Iterator[Finding]:
-    """Data that are the same for every sample of a batch."""
-    a = run.acts
-    ids = [i for i, kind in enumerate(a.types) if "Embedding" in kind]
-    data = [*run.given_data(DENSE), *ids]
-    keys = ("first_variation", "last_variation", "given_variation")  # a bias may hide the first two
-    known = [meta(a, key, np.nan).astype(float)[data] for key in keys]
-    if data and (np.fmax.reduce(known) < 1e-12).all():
-        what = "what the model is given is the same for every sample of a batch"
-        cause = "a batch made of one sample, an index that never changes, or data times 0"
-        fix = "look at one batch before the model: x.std(0) must not be 0"
-        yield Finding("constant_input", "error", what, cause, fix, names(a, data))
-
-
 def repeated_data(run: View) -> Iterator[Finding]:
     """The same few batches again and again: a note, since a small data set has no more."""
     n, different = run.info.get("batches") or (0, 0)
@@ -186,17 +146,6 @@ def repeated_data(run: View) -> Iterator[Finding]:
         cause = "next(iter(loader)) in each step, a subset for debugging, or a data set this small"
         fix = "go through the whole loader: for x, y in loader"
         yield Finding("repeated_data", "note", what, cause, fix)
-
-
-def small_batch(run: View) -> Iterator[Finding]:
-    """Batch norm over one or two samples, and few values of each."""
-    known = run.acts.meta
-    n, values = known.get("norm_samples"), known.get("norm_values", 0)
-    if n is not None and n <= 2 and values <= 128:
-        what = f"batch norm takes its mean over {plural(values, 'value')} of {plural(n, 'sample')}"
-        cause = "batches that are too small for batch norm: its means are noise"
-        fix = "use larger batches, or nn.GroupNorm, which needs none"
-        yield Finding("small_batch", run.severity, what, cause, fix)
 
 
 def dropout(run: View) -> Iterator[Finding]:

@@ -90,7 +90,7 @@ class Diagnosis(Sequence[Finding]):
 
     >>> Diagnosis((), n_layers=7, n_steps=300)
     healthy: 7 layers, 300 steps
-    >>> Diagnosis((), 7, 300, {"losses": ("below_zero", "ascent")})
+    >>> Diagnosis((), 7, 300, {"losses": ("below_zero", "target_scale")})
     no alarm, but 2 rules could not be asked: 7 layers, 300 steps
       losses unknown (2 rules): call w.loss(loss) in each batch, or give watch(…, loss_func=…)
     """

@@ -60,7 +60,6 @@ def loss_facts(root: Any) -> dict[str, Any]:
         Of these, what applies:
 
         loss_func: the function, if the loss is the mean of one of PyTorch's own.
-        minus_loss: the function, if the loss is minus that.
         n_classes: the size of the classes' dimension, if that is a cross entropy.
         loss_input: `"Softmax"` or `"Sigmoid"` where a loss that applies its own is given what one
             of them gives; `"probabilities"` or `"scores"` where one that expects logarithms of
@@ -125,27 +124,25 @@ def is_found(loss: Tensor) -> bool:
 
 
 def _identity(root: Any) -> dict[str, Any]:
-    """`loss_func` or `minus_loss`, and `n_classes`."""
-    minus = op_name(root) == "Neg"
-    key, node = ("minus_loss", first_input(root)) if minus else ("loss_func", root)
-    node = _source(node, SAME_VALUES) if op_name(node) in SAME_VALUES else node
+    """`loss_func` and `n_classes`."""
+    node = _source(root, SAME_VALUES) if op_name(root) in SAME_VALUES else root
     name = op_name(node)
     # Private: `_saved_reduction`, the loss's `reduction` as its node keeps it (since 1.9); 1 is the
     # mean. Without it a sum is taken for a mean.
     if name in _LOSSES and getattr(node, "_saved_reduction", 1) == 1:
         known = _LOSSES[name]
         if known != "nll_loss":
-            return {key: known}
+            return {"loss_func": known}
         scores, shape = _source(node, SAME_VALUES), shape_of(first_input(node))
         known = "cross_entropy" if op_name(scores) == "LogSoftmax" else known
         classes = {"n_classes": shape[min(1, len(shape) - 1)]} if shape else {}
-        return {key: known, **classes}
+        return {"loss_func": known, **classes}
     inner = first_input(node) if name == "Mean" else None
     if inner is not None and op_name(first_input(inner)) == "Sub":  # written by hand
         # Private: `_saved_exponent` of a power, since 1.9. Without it such a loss has no name.
         squared = op_name(inner) == "Pow" and getattr(inner, "_saved_exponent", 0) == 2
         known = "mse_loss" if squared else "l1_loss" if op_name(inner) == "Abs" else ""
-        return {key: known} if known else {}
+        return {"loss_func": known} if known else {}
     return {}
 
 

@@ -112,19 +112,6 @@ def weight_decay(run: View) -> Iterator[Finding]:
         yield Finding("weight_decay", run.severity, what, cause, fix)
 
 
-def momentum(run: View) -> Iterator[Finding]:
-    """A momentum above 0.99 that carries gradients on past the end, or while the loss stands."""
-    most, n = max(run.info.get("momentum") or [0.0]), run.run.n_steps
-    if 0.99 < most < 1 and (run.stands or 1 / (1 - most) > max(n, 1)):
-        what = (
-            f"momentum {most:g} carries each gradient on for {1 / (1 - most):.0f} steps, and the "
-            f"run has {n}"
-        )
-        cause = "a momentum that is too high for this rate, or for so short a run"
-        fix = "use momentum=0.9"
-        yield Finding("momentum", "warning", what, cause, fix)
-
-
 def clipping(run: View) -> Iterator[Finding]:
     """Gradients whose norm together is always the same, and almost nothing."""
     p = run.params

@@ -5,7 +5,6 @@ and its autograd graph, gradients that outlive a step), in the first steps only;
 from the device before `read`, which gives these keys of `Run.info`, each only where it is known:
 
     loss_func       str: the loss in the graph, such as "cross_entropy", if the loop has no own
-    minus_loss      str: the same, if backward() is called on minus that
     n_classes       int: size of the classes' dimension of a cross entropy
     loss_input      str: what it is given wrongly: "Softmax", "Sigmoid", "scores", "probabilities"
     softmax_dim     str: the dimension of the softmax before a loss, if it is not over the classes

@@ -5,7 +5,6 @@ Builds on `records`. A row of a record is a layer or a parameter, a column a rec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -120,16 +119,15 @@ class View:
         known = {} if self.acts is None else self.acts.meta.get("predecessors")
         return known or {}
 
-    def given_data(self, types: Iterable[str] = ()) -> list[int]:
-        """Rows of layers, but embeddings, that are given the data (and are of one of `types`)."""
+    def given_data(self) -> list[int]:
+        """Return the rows of the layers, except embeddings, whose input is the data."""
         if self.acts is None:
             return []
         dense = [i for i, kind in enumerate(self.acts.types) if kind in DENSE][:1]
         rows = {name: i for i, name in enumerate(self.acts.names)}
         owners = [name.rpartition(".")[0] for name, before in self.before.items() if not before]
         given = [rows[name] for name in owners if name in rows] if self.before else dense
-        kinds = [(i, self.acts.types[i]) for i in dict.fromkeys(given)]
-        return [i for i, t in kinds if "Embedding" not in t and (not types or t in types)]
+        return [i for i in dict.fromkeys(given) if "Embedding" not in self.acts.types[i]]
 
     @cached_property
     def depth(self) -> tuple[Any, Any]:

@@ -8,6 +8,5 @@ step_table   `StepTable`: numbers by step in bounded memory; halved when it is f
 tally        `Tally`: takes tensors from hooks, closes records at steps.
 device       A step's numbers on their way from a device.
 graph_op     The operation by which a compiled graph shows a tensor to a recorder.
-variation    How much of what layers give differs from sample to sample, now and then.
 reading      From a tally to a `Record`, of this process or of all ranks.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,6 @@ from hookkit.errors import HookError
 from hookkit.moments.rows import statistics
 from hookkit.moments.step_table import Numbers, StepTable
 from hookkit.moments.units import CLAMPING, WINDOW
-from hookkit.moments.variation import COLUMNS
 from hookkit.records import Record
 
 if TYPE_CHECKING:
@@ -64,14 +64,12 @@ def _own(tally: Tally, first: int = 0) -> dict[str, Any]:
     """What a rank sends, or reads: from column `first` on."""
     options, places = tally.options, tally.table.places(first)
     edges = None if options.bins is None else options.bins.edges.tolist()
-    n = len(tally.names)
-    shares = None if tally.variation is None else tally.variation.read(n).numpy()
     return {
         "types": dict(zip(tally.names, tally.types, strict=True)),
         "steps": [tuple(place) for place in places.tolist()],
         "options": [options.eps, "units" if options.units else "no units", *(edges or ["no bins"])],
         "tables": tally.tables(first),
-        "variation": shares,
+        "given": tally.given_rms(),
         "dtypes": {tally.names[row]: str(dtype) for row, dtype in tally.dtypes.items()},
     }
 
@@ -91,16 +89,8 @@ def _together(table: StepTable, a: dict[str, Any], b: dict[str, Any]) -> dict[st
         for whole, (each, at) in zip(both, pairs, strict=True):
             whole[:, at] = each["tables"][name]
         tables[name] = field.merge(*both)
-    variation = None
-    if a["variation"] is not None:
-        shares = np.full((2, len(names), len(COLUMNS)), np.nan)
-        for i, (each, at) in enumerate(pairs):
-            shares[i, at] = each["variation"]
-        known = ~np.isnan(shares)
-        total = np.where(known, shares, 0.0).sum(0)
-        variation = total / np.where(known.any(0), known.sum(0), np.nan)
-    dtypes = {**b["dtypes"], **a["dtypes"]}
-    return {**a, "types": types, "tables": tables, "variation": variation, "dtypes": dtypes}
+    known = {what: {**b[what], **a[what]} for what in ("dtypes", "given")}
+    return {**a, **known, "types": types, "tables": tables}
 
 
 def _record(tally: Tally, own: dict[str, Any]) -> Record:
@@ -141,6 +131,6 @@ def _meta(tally: Tally, own: dict[str, Any]) -> dict[str, Any]:
     meta |= {name: copy(fact) for name, fact in tally.facts.items() if fact}
     if tally.options.units:
         meta["window"] = WINDOW
-    if own["variation"] is not None:
-        meta |= zip(COLUMNS, own["variation"].T.tolist(), strict=True)
+    if own["given"]:
+        meta["given_rms"] = [own["given"].get(name, math.nan) for name in names]
     return meta

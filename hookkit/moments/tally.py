@@ -12,6 +12,7 @@ runs this very code.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NamedTuple
@@ -20,13 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hookkit.hooks.snapshot import is_transforming
 from hookkit.moments import triton_rows, units
 from hookkit.moments.bins import LogBins, RangeBins, narrowed, narrowed_tensor, sample_of
 from hookkit.moments.device import arriving
 from hookkit.moments.graph_op import enlist, new_token, show_traced
 from hookkit.moments.rows import array_row, flat, merge, moments, plain, widened
 from hookkit.moments.step_table import MOMENTS, Field, Numbers, StepTable, sums
-from hookkit.moments.variation import Variation
+from hookkit.nested import leaves
 
 _MOST_SAMPLES = 64  # of a layer in a batch on a device: of more calls no sample is taken
 
@@ -95,8 +97,7 @@ class Tally:
         skipped: name → type of what has no values to read.
         consumers: by layer, the class of the one activation that reads it.
         facts: what else is known of the model, by its name in `Record.meta`.
-        variation: how much of what layers give differs between samples; None if not looked at.
-        looks: whether it is looked at in this batch.
+        given: by row, the mean squares of what the layer's calls were given in the first record.
         n_records: how many records were made.
         table: the records, whose fields are "moments", "hist" and "units".
 
@@ -117,9 +118,9 @@ class Tally:
         self.skipped: dict[str, str] = {}
         self.consumers: dict[str, str | None] = {}
         self.facts: dict[str, Any] = {}
-        self.variation: Variation | None = None
+        self.given: dict[int, list[Any]] = {}
         self.unscale: Tensor | None = None
-        self.unscaled = self.looks = False
+        self.unscaled = False
         self.thread: int | None = None
         self._rows: dict[str, int] = {}
         self._dims: dict[tuple[int, int], int | None] = {}  # of units, by row and `ndim`
@@ -162,8 +163,6 @@ class Tally:
         if x is None:
             self.skipped[self.names[row] + path] = f"{type(t).__name__} without values to read"
             return
-        if self.looks and self.variation is not None and not leaf:
-            self.variation.see(row, t)
         if leaf:
             row = self.row(self.names[row] + path, self.types[row])
         self.dtypes[row] = x.dtype
@@ -179,6 +178,15 @@ class Tally:
             entry = self._entry(widened(x).numpy(), row, dim)
         with self._lock:  # DataParallel's replicas run in threads
             batch[row] = merged(batch[row], entry) if row in batch else entry
+
+    def see_inputs(self, row: int, inputs: Any) -> None:
+        """Keep the mean square of the first tensor that a layer is given, if it has floats."""
+        t = None if is_transforming() else next(iter(leaves(inputs)), None)
+        x = plain(t) if t is not None and t.is_floating_point() else None
+        if x is not None and x.numel():
+            with torch.inference_mode(False), torch.no_grad():
+                square = widened(x).square().mean()
+            self.given.setdefault(row, []).append(square)
 
     def _entry(self, x: Any, row: int, dim: int | None) -> Entry:
         with np.errstate(all="ignore"):  # the user's own setting may raise
@@ -261,6 +269,13 @@ class Tally:
         """
         return {name: self.table.read(name, len(self.names), first) for name in self.table.fields}
 
+    def given_rms(self) -> dict[str, float]:
+        """Return by name the RMS of each layer's inputs in the first record. Sync: once."""
+        self.given = {row: [float(x) for x in squares] for row, squares in self.given.items()}
+        # all calls count: the first may be fed zeros
+        means = {row: sum(squares) / len(squares) for row, squares in self.given.items()}
+        return {self.names[row]: math.sqrt(mean) for row, mean in means.items()}
+
     def dead(self, name: str) -> Any:
         """(units,) bool of a layer's units over the window; None if they are not known."""
         self.table.settle()
@@ -269,6 +284,7 @@ class Tally:
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: without the step under way, which is on its device."""
         self.table.settle()
+        self.given_rms()
         gone = dict.fromkeys(("token", "unscale", "thread", "_lock", "_before"))
         return {**vars(self), **gone, "_step": {}, "_batch": {}}
 

@@ -21,7 +21,7 @@ SLOTS = {"activation": "activations", "gradient": "gradients", "param": "params"
 """Kind of a record → its field of a Run."""
 
 _OPTIONS = ("eps", "window")
-_AS_IT_BEGAN = ("constant", "first_variation", "given_rms", "given_max", "given_variation")
+_AS_IT_BEGAN = ("constant", "given_rms")
 
 
 def joined_fields(run: Run, later: Run) -> dict[str, Any]:

@@ -8,9 +8,8 @@ layer_hooks     What recorders' hooks do at a call of a layer: they show tensors
 unscaling       The GradScaler of a loss, and its scale.
 
 What the diagnosis reads of a model, once in a fit:
-graph           Which activation reads each layer, the order of weights, weights that are hidden.
-settings        Settings that are mistakes in themselves: of dropout, of batch norm.
-softmaxes       Softmaxes over another dimension than their weights are added up over.
+graph           Which activation reads each layer, the order of weights, weights that are hidden,
+                the shares that layers drop.
 
 Parameters:
 param_stats     `ParamStats`: how large weights, gradients and updates are, for any optimizer.

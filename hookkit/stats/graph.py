@@ -1,5 +1,5 @@
 """What the autograd graph shows of a model: which activation reads each layer, which weights a
-gradient passes on its way to each, and which are hidden from PyTorch.
+gradient passes on its way to each, and which are hidden from PyTorch. And which layers drop values.
 
 A ReLU has no parameters and is often a function, so no record shows it; the graph of one forward
 does. A layer is known there by its weight: the operation that uses it, then whatever uses that.
@@ -22,6 +22,11 @@ _PASSES_ON = SAME_VALUES | PARTS | _POOLS
 """Operations behind which a unit that is never above 0 stays so."""
 
 Users = dict[Any, list[Any]]
+
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 
 
 def consumers(model: nn.Module, users: Users) -> dict[str, str | None]:
@@ -100,6 +105,24 @@ def unregistered(model: nn.Module, opts: Iterable[Optimizer], users: Users) -> l
     known |= {id(p) for opt in opts for group in opt.param_groups for p in group["params"]}
     used = {id(leaf.variable) for leaf in _leaves(users)}
     return [name for name, p in _hidden(model) if id(p) in used - known]
+
+
+def dropouts(model: nn.Module) -> dict[str, float]:
+    """Name of each layer in training mode that drops values → the share that it drops.
+
+    >>> dropouts(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.9), nn.LSTM(2, 2, 2, dropout=0.1)))
+    {'1': 0.9, '2': 0.1}
+    """
+    rates = {name: _rate(m) for name, m, first in walk(model) if first and m.training}
+    return {name: rate for name, rate in rates.items() if rate > 0}
+
+
+def _rate(module: nn.Module) -> float:
+    if isinstance(module, _DROPOUTS):
+        return float(module.p)
+    if isinstance(module, nn.RNNBase):
+        return float(module.dropout) if module.num_layers > 1 else 0.0
+    return float(module.dropout) if isinstance(module, nn.MultiheadAttention) else 0.0
 
 
 def _hidden(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

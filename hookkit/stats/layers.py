@@ -19,11 +19,9 @@ from hookkit.hooks.attach import graph_task
 from hookkit.moments.bins import LogBins, RangeBins
 from hookkit.moments.tally import Options
 from hookkit.records import Record
-from hookkit.stats.graph import consumers, predecessors, unregistered
+from hookkit.stats.graph import consumers, dropouts, predecessors, unregistered
 from hookkit.stats.parameters import idle_parameters, named_parameters
 from hookkit.stats.reading import LayerStats
-from hookkit.stats.settings import dropouts, least_samples
-from hookkit.stats.softmaxes import wrong_softmaxes
 
 _BY_NAME = "Layers to record are given by name: modules=…."
 
@@ -120,9 +118,7 @@ class ActivationStats(LayerStats):
         if not (self._n_asked or self._function):
             self.tally.consumers = consumers(learn.model, users)
             facts["predecessors"] = predecessors(learn.model, users)
-            facts["softmax_dim"] = wrong_softmaxes(users)
             facts["dropout"] = dropouts(learn.model)
-            facts |= least_samples(users)
         if self._n_asked and learn.n_steps:  # only then the optimizers that step are known
             facts["unregistered"] = unregistered(learn.model, learn.opts, users)
         self._n_asked += bool(learn.n_steps or not self._n_asked)
