@@ -12,7 +12,7 @@ from torch import nn
 
 from hookkit.callbacks import Callback, GradientAccumulation
 from hookkit.data import DataLoaders
-from hookkit.errors import ArgumentError, HookkitWarning, OptionError, SelectionError
+from hookkit.errors import ArgumentError, OptionError, SelectionError
 from hookkit.events import CANCELS, EVENTS
 from hookkit.recording import HookCallback
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
@@ -32,23 +32,6 @@ class Calls(HookCallback):
     def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
         self.calls.append((self.learn.training, self.learn.iter))
         return o
-
-
-# --- subclasses that pass by what they inherit
-
-
-@pytest.mark.parametrize("event", ["before_fit", "before_batch", "cleanup_fit"])
-@pytest.mark.parametrize("base", [HookCallback, ActivationStats])
-def test_an_event_without_super_is_warned_about(base: type, event: str) -> None:
-    with pytest.warns(HookkitWarning, match=rf"Mine\.{event} does not call super\(\)\.{event}\(\)"):
-        type("Mine", (base,), {event: lambda self: None})
-
-    class Calls(base):  # type: ignore[misc]
-        def before_batch(self) -> None:
-            super().before_batch()
-
-        def before_train(self) -> None:
-            pass
 
 
 # --- every
@@ -173,7 +156,7 @@ def test_modules_are_looked_up_anew_for_each_fit() -> None:
     assert all(s is not None for s in cb.hooks.stored)
 
 
-def test_modules_that_come_during_a_fit_are_warned_of_once_and_hooked_in_the_next() -> None:
+def test_modules_that_come_during_a_fit_are_hooked_in_the_next() -> None:
     def grow(self: Any) -> None:
         if self.training and self.iter == 1 and len(self.learn.model) == 3:
             self.learn.model[0] = nn.Linear(1, 4)
@@ -183,11 +166,8 @@ def test_modules_that_come_during_a_fit_are_warned_of_once_and_hooked_in_the_nex
     learn = quiet(n_trn=6, model=mlp(1, 4, 1), cbs=[cb, Callback(after_batch=grow)])
     first = learn.model[0]
 
-    with pytest.warns(
-        HookkitWarning, match=r"HookCallback: modules have come.*in the next"
-    ) as warned:
-        learn.fit(1)
-    assert (cb.names, len(warned)) == (["0", "2"], 1)
+    learn.fit(1)
+    assert cb.names == ["0", "2"]
     learn.fit(1)
 
     assert cb.names == list(cb.hooks.names) == ["0", "2", "3"]

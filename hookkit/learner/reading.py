@@ -14,7 +14,6 @@ from hookkit.callbacks.runner import no_attribute
 from hookkit.learner.distributing import no_log
 from hookkit.learner.predicting import Predicting
 from hookkit.records import Tables, Views
-from hookkit.stats.named import Named
 
 if TYPE_CHECKING:
     from hookkit.summaries.fastai_layout import SummaryText
@@ -35,7 +34,7 @@ after_cancel_fit after_fit
 """
 
 
-class Reading(Predicting, Readable, Tables, Views, Named):
+class Reading(Predicting, Readable, Tables, Views):
     """The part of a Learner that is read."""
 
     logger: Any = print
@@ -75,17 +74,15 @@ class Reading(Predicting, Readable, Tables, Views, Named):
         finally:
             self.logger = before
 
-    if not TYPE_CHECKING:  # so that a misspelt name is an error there: see `Named`
-
-        def __getattr__(self, name: str) -> Any:
-            if hasattr(type(self), name):  # a property that raised AttributeError: its own error
-                return object.__getattribute__(self, name)
-            if name[0] != "_" and "cbs" in vars(self):
-                if (cb := self._cb_named(name)) is not None:
-                    return cb
-                with suppress(AttributeError):
-                    return getattr(self.model, name)
-            raise no_attribute(self, name, "Neither the Learner, its callbacks nor its model")
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self), name):  # a property that raised AttributeError: its own error
+            return object.__getattribute__(self, name)
+        if name[0] != "_" and "cbs" in vars(self):
+            if (cb := self._cb_named(name)) is not None:
+                return cb
+            with suppress(AttributeError):
+                return getattr(self.model, name)
+        raise no_attribute(self, name, "Neither the Learner, its callbacks nor its model")
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *(self._named() if "cbs" in vars(self) else ())]
