@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hookkit.attention import attention_weights, edit_attention, hook_attention
 from hookkit.editing import patch_from, replace, scale, zero
-from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
+from hookkit.errors import HookError
 from hookkit.hooks import hook_function
 from hookkit.selecting import select
 
@@ -137,15 +137,6 @@ def test_multihead_attention_with_and_without_weights_and_batch(
         torch.testing.assert_close(weights, full[..., 0, :, :] / 2)
 
 
-def test_within_nothing_every_call_counts() -> None:
-    q, k, v, mask = tensors()
-    with hook_attention(None) as h:
-        Fused()(q, k, v, mask)
-        F.scaled_dot_product_attention(q, k, v)
-
-    assert h.names == ("attention:0", "attention:1")
-
-
 def test_fused_encoder_layers_are_edited_without_gradients() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
     x = torch.randn(2, 5, 8)
@@ -204,16 +195,6 @@ def test_wrong_heads_positions_and_shapes_stop_before_the_pattern_is_used(
     ):
         model(*tensors())
     assert torch._C._len_torch_function_stack() == 0
-
-
-def test_arguments_that_cannot_be_meant() -> None:
-    model = Fused()
-    with pytest.raises(ArgumentError, match="makes an edit, and is none itself"):
-        edit_attention(model, zero)
-    with pytest.raises(OptionError, match="keep"):
-        hook_attention(model, keep="first")
-    with pytest.warns(NeverFiredWarning, match="no attention was seen"), hook_attention(model):
-        pass
 
 
 def made(kind: str) -> Models:

@@ -2,7 +2,6 @@
 # ruff: noqa: PT031, SIM117 - the inner block is what is tested
 
 import contextlib
-import warnings
 from typing import Any
 
 import pytest
@@ -294,18 +293,6 @@ def test_a_tensor_of_another_dtype_is_cast_at_every_kind_of_index(
 def test_a_change_of_what_has_no_tensor_is_an_error(value: Any) -> None:
     with pytest.raises(HookError, match="finds no tensor"):
         zero()(nn.Identity(), value)
-
-
-def test_an_edit_that_was_there_before_the_first_call_is_traced() -> None:
-    torch.compiler.reset()
-    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    edit = edit_output(net[0], scale(0))
-    compiled = torch.compile(net, fullgraph=True, backend="eager")
-
-    assert not compiled(A).any()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        edit.remove()
 
 
 # --- what is never called

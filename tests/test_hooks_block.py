@@ -46,16 +46,6 @@ def test_modules_without_names_are_counted_one_by_one() -> None:
     assert list(h.silent) == ["ReLU() at [0]", "Tanh()", "ReLU() at [2]"]
 
 
-def test_more_than_five_are_counted_and_five_are_shown() -> None:
-    layers = nn.ModuleList(nn.ReLU() for _ in range(8))
-
-    text = reported(hook_outputs(layers))
-
-    assert "8 of 8 hooks never fired" in text
-    assert text.count("not called") == 5
-    assert "; and 3 more. Run the model inside the block" in text
-
-
 @pytest.mark.parametrize("backward_in", [here, pytorchs_thread])
 def test_a_run_that_is_only_recomputed_in_the_block_is_reported(
     x: Tensor, backward_in: BackwardIn

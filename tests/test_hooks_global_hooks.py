@@ -82,27 +82,6 @@ def test_global_hooks_are_gone_after_an_exception(
     assert n_hooks(net) == 0
 
 
-def test_sizes_are_printed_again_when_the_block_is_entered_again(
-    net: nn.Sequential, x: Tensor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sizes = print_sizes(net)
-
-    for _ in range(2):
-        with sizes, sizes:
-            net(x)
-        net(x)
-    sizes.remove()
-
-    assert capsys.readouterr().out.count("4×5 → 4×10  0 (Linear)\n") == 2
-    assert n_hooks(net) == 0
-
-
-@pytest.mark.parametrize("model", [None, "net", [nn.ReLU()]])
-def test_sizes_of_what_is_no_model(model: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"print_sizes: expected an nn\.Module, found"):
-        print_sizes(model)
-
-
 def test_sizes_of_a_shallow_copy_are_printed(
     net: nn.Sequential, x: Tensor, capsys: pytest.CaptureFixture[str]
 ) -> None:
