@@ -221,18 +221,6 @@ def test_an_export_with_a_gradient_hook_on_is_one_graph(net: Net, x: Tensor) -> 
 # --- a model of a class that was compiled before
 
 
-def test_a_reset_makes_the_next_model_of_a_class_see_its_hooks(x: Tensor) -> None:
-    torch.compile(Net(), backend="eager")(x)
-    torch.compiler.reset()
-    net = Net()
-    h = hook_outputs([net.a])
-
-    torch.compile(net, backend="eager")(x)
-
-    torch.testing.assert_close(h[0].stored, net.a(x).detach())
-    h.remove()
-
-
 def test_a_second_model_of_a_compiled_class_is_captured_or_reported(x: Tensor) -> None:
     torch.compile(Net(), backend="eager")(x)
     net = Net()

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from hooked import n_hooks
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import hookkit
@@ -136,27 +135,6 @@ def test_gradients_of_outputs_and_inputs(net: nn.Sequential, x: Tensor) -> None:
     expected = torch.arange(8.0).expand_as(x)
     assert torch.equal(outputs[0].stored[0], expected)
     assert torch.equal(inputs[0].stored[0], expected * (x > 0))
-
-
-def test_gradients_inside_a_model_are_those_of_retain_grad(net: nn.Sequential, x: Tensor) -> None:
-    kept: list[Tensor] = []
-
-    class Retained(TorchFunctionMode):
-        def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            y = f(*args, **(kwargs or {}))
-            if f is F.scaled_dot_product_attention:
-                y.retain_grad()
-                kept.append(y)
-            return y
-
-    with Retained():
-        net(x).square().sum().backward()
-    net.zero_grad()
-    with hook_function(F.scaled_dot_product_attention, within=net, grad=True) as h:
-        net(x).square().sum().backward()
-
-    for i in (0, 1):
-        torch.testing.assert_close(h[i].stored[0], kept[i].grad)
 
 
 def test_a_function_of_the_user_decides_what_is_stored(net: nn.Sequential, x: Tensor) -> None:
