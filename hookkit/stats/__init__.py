@@ -5,7 +5,6 @@ layers          `ActivationStats`, `GradientStats`, and the checks of their opti
 reading         `LayerStats`: how recorded layers are read, by name, as a tensor, as pictures.
 stats_callback  `StatsCallback`: from a layer's hook to the record of a step.
 layer_hooks     What recorders' hooks do at a call of a layer: they show tensors to a target.
-unscaling       The GradScaler of a loss, and its scale.
 
 What the diagnosis reads of a model, once in a fit:
 graph           Which activation reads each layer, the order of weights, weights that are hidden,

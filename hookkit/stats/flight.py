@@ -28,7 +28,6 @@ from hookkit.stats.flight_memory import INPUT, LOSS, NAMES, Batch, Memory
 from hookkit.stats.layer_hooks import see_inputs, see_outputs
 from hookkit.stats.param_norms import grad_norms_by_id
 from hookkit.stats.parameters import named_parameters
-from hookkit.stats.unscaling import inverse_scale, known_scaler
 
 _MOST = 16  # incidents kept: later ones of a run that fails again and again add nothing
 
@@ -190,10 +189,7 @@ class FlightRecorder(HookCallback):
         batch, self._noted = self._memory.batches[-1], True
         if isinstance(self.learn.loss, Tensor):
             self._memory.see(LOSS, 0, "", self.learn.loss)
-        scaled = inverse_scale(known_scaler(self.learn)) is not None or any(
-            getattr(opt, "grad_scale", None) is not None for opt in self.learn.opts
-        )
-        if grads and not scaled:
+        if grads and self.learn.step_scaler is None:  # a GradScaler skips steps that overflow
             self._note_part(p for p in self.learn.model.parameters())
         batch.ask()
 
