@@ -3,6 +3,7 @@
 import functools
 import math
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hooked import n_hooks
 from torch import Tensor, nn
 
 from hookkit import ranks
-from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
+from hookkit.errors import NonFiniteError, OptionError
 from hookkit.records import Incident
 from hookkit.stats import ActivationStats, FlightRecorder, ParamStats
 from hookkit.testing import synth_learner
@@ -269,12 +270,9 @@ def test_a_step_with_a_closure_is_skipped(make_opt: Any, make_middle: Any, n_bad
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_what_comes_too_late_in_a_closure_to_be_skipped_is_warned_about_once() -> None:
-    with pytest.warns(HookkitWarning, match=r"closure.*optimizer's `step\(\)` after it") as warned:
-        _, recorder, _ = train_by_closure(Breaks(4), "skip", n_calls=3)
-
-    assert len(warned) == 1
-    assert [i.step for i in recorder.incidents] == [1]
+def test_a_closure_that_is_evaluated_again_is_refused_by_skip() -> None:
+    with pytest.raises(OptionError, match=r"\"skip\".*closure.*\"raise\" or \"report\""):
+        train_by_closure(nn.Identity(), "skip", n_calls=2)
 
 
 def test_a_closure_that_was_evaluated_before_hides_nothing() -> None:
@@ -306,23 +304,21 @@ def test_weights_that_this_very_step_spoiled_are_not_taken_for_the_cause() -> No
     assert "this step or the one before" in recorder.incidents[0].note
 
 
-def test_steps_within_the_backward_hide_no_gradient_and_cannot_be_skipped() -> None:
-    model, recorder = broken(SqrtOfZero()), FlightRecorder("skip")
+@pytest.mark.parametrize("action", ["report", "skip"])
+def test_steps_within_the_backward_hide_no_gradient_and_are_not_skipped(action: str) -> None:
+    model, recorder = broken(SqrtOfZero()), FlightRecorder(action)
     opts = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
     for p in opts:  # an optimizer for each parameter, stepped as its gradient is there
         p.register_post_accumulate_grad_hook(lambda p: opts[p].step())
 
-    def loop() -> None:
-        with watch(model, list(opts.values()), recorder):
-            for _ in range(3):
-                model(torch.ones(4, 8)).pow(2).mean().backward()
-                model.zero_grad()
+    refused = pytest.raises(OptionError, match=r"within the backward.*\"report\"")
+    with nullcontext() if action == "report" else refused, watch(model, [*opts.values()], recorder):
+        for _ in range(3):
+            model(torch.ones(4, 8)).pow(2).mean().backward()
+            model.zero_grad()
 
-    with pytest.warns(HookkitWarning, match="within the backward.*only reported"):
-        loop()
-
-    first = recorder.incidents[0]
-    assert (first.kind, first.name, first.step) == ("gradient", "0", 0)
+    found = [(i.kind, i.name, i.step) for i in recorder.incidents]
+    assert found == ([("gradient", "0", 0)] if action == "report" else [])
 
 
 # --- ranks

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookkit import ranks
 from hookkit.checks import check_choice, check_number, shown
-from hookkit.errors import NonFiniteError, OptionError, warn
+from hookkit.errors import NonFiniteError, OptionError
 from hookkit.events import CancelStepException
 from hookkit.hooks.attach import graph_task
 from hookkit.modules import class_name, unwrap
@@ -49,14 +49,15 @@ class FlightRecorder(HookCallback):
 
     A subclass's `hook(m, i, o)` is called for each layer, and what it returns is watched.
 
-    In a step with a closure the first evaluation decides whether the step is skipped; what comes
-    later, and steps that are made within the backward, is reported and cannot be skipped, as a
-    warning says. Under a GradScaler overflowing gradients are no incident: it skips such steps.
+    Under a GradScaler overflowing gradients are no incident: it skips such steps. `"skip"` needs
+    `backward()` first and a torch optimizer's `step()` after it, or a closure that is evaluated
+    once. It refuses steps within the backward, and closures that are evaluated again.
     An output counts as not finite from 1.8e19 on, where its square leaves float32. Of several
     processes each looks for itself; `gather()` of the Watcher or Learner joins what they found.
 
     Raises:
-        OptionError: an option that cannot work; as a fit begins: `"skip"` in several processes.
+        OptionError: an option that cannot work; as a fit begins: `"skip"` in several processes;
+            from a step that `"skip"` cannot skip.
         NonFiniteError: from the fit, with `"raise"`.
 
     >>> from hookkit.testing import synth_learner
@@ -83,7 +84,7 @@ class FlightRecorder(HookCallback):
         self._memory: Any = None  # during a fit
         self._unread: list[Batch] = []  # whose answer has not been read
         self._on_cpu = True
-        self._noted = self._warned = self._bad_before = False
+        self._noted = self._bad_before = False
 
     # --- hooks
 
@@ -139,20 +140,18 @@ class FlightRecorder(HookCallback):
         if not self.recording:
             return
         if graph_task() != -1:
-            self._warn_too_late("is made before its gradients are there (within the backward)")
-        else:
-            self._note()
-            skips = self.on_nonfinite == "skip"
-            if self._look(wait=skips or self._on_cpu) and skips:
-                raise CancelStepException
+            self._refuse_to_skip("is made within the backward, before its gradients are there")
+            return
+        self._note()
+        skips = self.on_nonfinite == "skip"
+        if self._look(wait=skips or self._on_cpu) and skips:
+            raise CancelStepException
 
-    def _warn_too_late(self, why: str) -> None:
-        if self.on_nonfinite == "skip" and not self._warned:
-            self._warned = True
-            warn(
-                f'FlightRecorder("skip"): this step {why}, so NaN and Inf are found too late to '
-                f"skip it, and are only reported. Call `backward()` first and a torch optimizer's "
-                f"`step()` after it.",
+    def _refuse_to_skip(self, why: str) -> None:
+        if self.on_nonfinite == "skip":
+            raise OptionError(
+                f'FlightRecorder("skip"): this step {why}. It cannot be skipped. Use "raise" or '
+                f'"report"; or call `backward()` first and the optimizer\'s `step()` after it.'
             )
 
     def after_step(self) -> None:
@@ -165,10 +164,11 @@ class FlightRecorder(HookCallback):
         if not self.recording:
             return
         self._record(False)
+        if self.learn.in_closure:
+            self._refuse_to_skip("evaluates its batch more than once in its closure")
         if not self._noted:
             self._note(grads=False)
-        if self._look(wait=self._on_cpu) and self.learn.in_closure:
-            self._warn_too_late("evaluates its batch more than once in its closure")
+        self._look(wait=self._on_cpu)
 
     def after_fit(self) -> None:
         """Reads the last batch's answer."""
