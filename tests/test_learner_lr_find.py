@@ -221,7 +221,6 @@ def test_a_prediction_is_that_of_the_whole_pass() -> None:
         torch.testing.assert_close(learn.predict(item), preds[3])
 
     assert learn.run_record() == before
-    torch.testing.assert_close(learn.predict(DATA[3], act=torch.neg), -preds[3])
 
 
 def test_the_loaders_own_collate_makes_the_batch() -> None:
