@@ -461,10 +461,10 @@ def test_the_start_can_be_left_out_and_where_no_loss_is_known_the_picture_says_s
 
 def test_what_lr_find_found_is_drawn() -> None:
     lrs = np.logspace(-6, 0, 60)
-    found = rates.plot_lr_find(lrs, np.linspace(2, 1, 60), 1e-3)
+    found = rates.plot_lr_find(lrs, np.linspace(2, 1, 60), {"valley": 1e-3})
 
     assert found.get_xscale() == "log"
-    assert "suggested: 0.001" in curves(found)
+    assert "valley: 0.001" in curves(found)
 
 
 # --- how values are spread

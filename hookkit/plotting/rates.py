@@ -101,8 +101,10 @@ def _series(
     return None
 
 
-def plot_lr_find(lrs: Floats, losses: Floats, suggested: float, *, ax: Any = None) -> Axes:
-    """The smoothed loss against the learning rate, and the one suggested; the Axes.
+def plot_lr_find(
+    lrs: Floats, losses: Floats, suggested: dict[str, float], *, ax: Any = None
+) -> Axes:
+    """Draw the smoothed loss against the learning rate, and the suggestions by name; the Axes.
 
     The last five batches, at which the loss is out of hand, are left out.
     """
@@ -110,8 +112,10 @@ def plot_lr_find(lrs: Floats, losses: Floats, suggested: float, *, ax: Any = Non
     figures.title(ax, "Loss, smoothed, as the learning rate grows")
     shown = slice(None, -5) if len(lrs) > 20 else slice(None)
     ax.plot(lrs[shown], losses[shown], color=BLUE, lw=1.8)
-    at = int(np.argmin(np.abs(lrs - suggested)))
-    ax.plot(lrs[at], losses[at], "o", color=ORANGE, ms=7, label=f"suggested: {suggested:.2g}")
+    for (name, lr), marker in zip(suggested.items(), "osv^", strict=False):
+        at = int(np.argmin(np.abs(lrs - lr)))
+        color = FAINT if name != "valley" else ORANGE
+        ax.plot(lrs[at], losses[at], marker, color=color, ms=7, label=f"{name}: {lr:.2g}")
     ax.set_xscale("log")
     figures.fit_scale(ax, losses[shown])
     ax.set_xlabel("learning rate", fontsize=9)
