@@ -1,7 +1,7 @@
 """What is not collected, and a time limit for each test.
 
-Without matplotlib the pictures and the page cannot be imported. Bridges import their libraries,
-which takes seconds.
+Without matplotlib the pictures and the page cannot be imported, and the example of the progress bar
+needs tqdm. Bridges import their libraries, which takes seconds.
 """
 
 import faulthandler
@@ -15,6 +15,8 @@ collect_ignore = [
     "hookkit/bridges/lightning.py",
     "hookkit/bridges/transformers.py",
 ]
+if not find_spec("tqdm"):
+    collect_ignore.append("hookkit/callbacks/progress.py")
 collect_ignore_glob = [] if find_spec("matplotlib") else ["hookkit/plotting/*", "hookkit/pages.py"]
 
 LIMIT = 300  # seconds from the start of a test to the start of the next one

@@ -34,9 +34,14 @@ def page(path: Path) -> None:
     report(Run(activations=record()), path)
 
 
+def table(path: Path) -> object:
+    pytest.importorskip("pandas")
+    return record().to_csv(path)
+
+
 WRITERS: dict[str, Write] = {
     "run.npz": lambda path: record().save(path),
-    "run.csv": lambda path: record().to_csv(path),
+    "run.csv": table,
     "net.pth": lambda path: Learner(None, nn.Linear(2, 2)).save(path.absolute()),
     "picture.png": picture,
     "page.html": page,

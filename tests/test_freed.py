@@ -169,6 +169,7 @@ def test_a_callback_whose_learner_no_longer_exists_says_so() -> None:
     assert len(recorder.losses) == 3
     with pytest.raises(AttributeError, match=r"'dls': the Learner or .* no longer exists\. Keep"):
         _ = recorder.dls
+    pytest.importorskip("matplotlib")
     with pytest.raises(AttributeError, match=r"no longer exists\. Keep that one"):
         recorder.plot_loss()
 

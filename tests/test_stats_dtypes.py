@@ -135,6 +135,7 @@ def test_values_with_a_meaning_are_recorded_with_it(dtype: torch.dtype):
     assert (params.record().value("update_norm", "odd.weight") == 0).all()
 
 
+@quiet
 def test_the_size_of_a_complex_half_may_be_larger_than_a_half():
     recorder = ActivationStats(modules="odd")
 
