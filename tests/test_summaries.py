@@ -516,7 +516,6 @@ OF_THE_ZOO = {
     "mlp": "mlp",
     "resnet": "resnetish",
     "gpt": "gpt_like",
-    "vit_bare": "bare_params_vit",
     "lstm": "lstm_tuple",
     "frozen": "frozen_part",
     "unused": "unused_heads",

@@ -36,34 +36,6 @@ add(
 )
 
 
-class EarlyExit(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-        self.exits = nn.ModuleList(nn.Linear(4, 2) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = x
-        for i, (block, leave) in enumerate(zip(self.blocks, self.exits, strict=True)):
-            x = F.relu(block(x))
-            out = leave(x)
-            if i * 1.0 + out.softmax(1).max() > 1.0:
-                break
-        return out
-
-
-add(
-    "early_exit",
-    lambda: EarlyExit().eval(),
-    rand(B, 4),
-    params=4 * 20 + 4 * 10,
-    macs=2 * B * (16 + 8),
-    calls={"blocks.0": 1, "exits.1": 1, "blocks.2": 0, "blocks.3": 0},
-    tags={"data_dependent", "no_fake"},
-    note="a softmax maximum lies between 1/2 and 1, so the second exit is always taken",
-)
-
-
 class MoE(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -131,32 +103,6 @@ add(
     params=30 + 3 * 21,
     macs=B * (24 + 18),
     calls={"heads": 0, "heads.cls": 1, "heads.seg": 0, "heads.aux": 0},
-)
-
-
-class MultiNet(nn.Module):
-    """A GAN in one module: only the generator is called by forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nets = nn.ModuleDict(
-            {"gen": nn.Linear(4, 8), "dis": nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))}
-        )
-
-    def forward(self, z: Tensor) -> Tensor:
-        return self.nets["gen"](z)
-
-    def score(self, z: Tensor) -> Tensor:
-        return self.nets["dis"](self(z))
-
-
-add(
-    "multi_net",
-    lambda: MultiNet().eval(),
-    rand(B, 4),
-    params=40 + 36 + 5,
-    macs=B * 32,
-    calls={"nets.gen": 1, "nets.dis": 0},
 )
 
 

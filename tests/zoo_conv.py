@@ -1,7 +1,5 @@
 """Convolutional and fully connected nets."""
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from zoo_base import add, rand
 
@@ -32,9 +30,6 @@ def convbn() -> nn.Sequential:
 CONVBN_PARAMS = 3 * 8 * 9 + 2 * 8 + 8 * 4 + 4
 CONVBN_MACS = B * (8 * 8 * 8 * 3 * 9 + 8 * 4)
 add(
-    "convbn_eval", lambda: convbn().eval(), rand(B, 3, 8, 8), params=CONVBN_PARAMS, macs=CONVBN_MACS
-)
-add(
     "convbn_train",
     lambda: convbn().train(),
     rand(B, 3, 8, 8),
@@ -43,28 +38,11 @@ add(
     tags={"mutates_buffers"},
 )
 add(
-    "conv1d_dilated",
-    lambda: nn.Sequential(nn.Conv1d(4, 6, 3, dilation=2), nn.GELU(), nn.Conv1d(6, 2, 1)).eval(),
-    rand(B, 4, 16),
-    params=4 * 6 * 3 + 6 + 6 * 2 + 2,
-    macs=B * (12 * 6 * 4 * 3 + 12 * 2 * 6),
-    note="length 16 - 2*(3-1) = 12",
-)
-add(
     "conv3d",
     lambda: nn.Conv3d(2, 4, 3, stride=2, padding=1).eval(),
     rand(B, 2, 6, 6, 6),
     params=2 * 4 * 27 + 4,
     macs=B * 3 * 3 * 3 * 4 * 2 * 27,
-)
-add(
-    "depthwise_separable",
-    lambda: nn.Sequential(
-        nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.SiLU(), nn.Conv2d(8, 16, 1)
-    ).eval(),
-    rand(B, 8, 6, 6),
-    params=8 * 1 * 9 + 8 + 8 * 16 + 16,
-    macs=B * 36 * (8 * 9 + 8 * 16),
 )
 add(
     "conv_transpose",
@@ -128,48 +106,4 @@ add(
     * (64 * 3 * 8 * 9 + 64 * 2 * 8 * 8 * 9 + 16 * (8 * 16 * 9 + 16 * 16 * 9 + 8 * 16) + 16 * 10),
     calls={"1.relu": 2, "2.relu": 2, "2.downsample.0": 1},
     tags={"inplace"},
-)
-
-
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Conv2d(1, 4, 3, padding=1)
-        self.mid = nn.Conv2d(4, 8, 3, stride=2, padding=1)
-        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
-        self.out = nn.Conv2d(8, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a = F.relu(self.down(x))
-        b = self.up(F.relu(self.mid(a)))
-        return self.out(torch.cat([a, b], 1))
-
-
-add(
-    "unet_skip",
-    lambda: UNet().eval(),
-    rand(B, 1, 8, 8),
-    params=(9 * 4 + 4) + (4 * 8 * 9 + 8) + (8 * 4 * 4 + 4) + (8 + 1),
-    macs=B * (64 * 4 * 9 + 16 * 8 * 4 * 9 + 16 * 8 * 4 * 4 + 64 * 8),
-)
-
-
-class DenseNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(4 * (i + 1), 4, 3, padding=1) for i in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.cat([x, F.relu(layer(x))], 1)
-        return x
-
-
-add(
-    "densenet_like",
-    lambda: DenseNet().eval(),
-    rand(B, 4, 6, 6),
-    params=sum(4 * i * 4 * 9 + 4 for i in (1, 2, 3)),
-    macs=B * 36 * sum(4 * i * 4 * 9 for i in (1, 2, 3)),
-    calls={"layers": 0, "layers.0": 1, "layers.2": 1},
 )

@@ -20,20 +20,6 @@ add(
     params=72 + 18,
     macs=B * 80,
 )
-add(
-    "fp16",
-    lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).half().eval(),
-    lambda: (torch.randn(B, 8, dtype=torch.float16),),
-    params=72 + 18,
-    macs=B * 80,
-)
-add(
-    "float64",
-    lambda: nn.Linear(8, 2).double().eval(),
-    lambda: (torch.randn(B, 8, dtype=torch.float64),),
-    params=18,
-    macs=B * 16,
-)
 
 
 class MixedDtypes(nn.Module):

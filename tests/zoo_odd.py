@@ -1,10 +1,8 @@
 """Attributes, names and sizes that break assumptions."""
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from zoo_base import add, rand
 from zoo_wrapped import SMALL, SMALL_MACS, small
@@ -62,24 +60,6 @@ add(
 )
 
 
-class Config:
-    """Answers every attribute: `hasattr` is always true."""
-
-    def __getattr__(self, name: str) -> str:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return name
-
-
-class AnswersAll(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.config = nn.Linear(4, 4), Config()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x)
-
-
 class Wrapper(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -99,10 +79,10 @@ add(
     note="no DataParallel: the prefix module. belongs to the names",
 )
 
-add("answers_every_attr", lambda: AnswersAll().eval(), rand(B, 4), params=20, macs=B * 16)
 
+class Odd(nn.Module):
+    """Is false and iterable, and equals its kin; hashing stays by identity."""
 
-class Falsy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(4, 4)
@@ -111,48 +91,26 @@ class Falsy(nn.Module):
     def __len__(self) -> int:
         return len(self.items)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x)
-
-
-add(
-    "falsy_module",
-    lambda: nn.Sequential(nn.Linear(4, 4), Falsy()).eval(),
-    rand(B, 4),
-    params=40,
-    macs=2 * B * 16,
-    calls={"1": 1, "1.fc": 1},
-    note="`if module:` is false, `__len__` is 0, yet it has a child",
-)
-
-
-class EqualModule(nn.Module):
-    """Compares equal to its kin and is iterable; hashing stays by identity."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, EqualModule)
+        return isinstance(other, Odd)
 
     __hash__ = nn.Module.__hash__
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
+        return iter(self.items)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(x)
 
 
 add(
-    "equal_modules",
-    lambda: nn.Sequential(EqualModule(), EqualModule()).eval(),
+    "equal_and_false",
+    lambda: nn.Sequential(Odd(), Odd()).eval(),
     rand(B, 4),
     params=40,
     macs=2 * B * 16,
-    calls={"0": 1, "1": 1},
-    note="`a == b` is true for different layers: compare with `is`",
+    calls={"0": 1, "0.fc": 1, "1": 1, "1.fc": 1},
+    note="`a == b` is true for different layers, `if layer:` is false, `__len__` is 0",
 )
 
 
@@ -219,28 +177,6 @@ add(
 )
 
 
-class CatchesStop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x
-        with contextlib.suppress(Exception):
-            h = self.a(x)
-        return self.b(h)
-
-
-add(
-    "suppresses_exceptions",
-    lambda: CatchesStop().eval(),
-    rand(B, 4),
-    params=40,
-    macs=2 * B * 16,
-    calls={"a": 1, "b": 1},
-)
-
-
 # names and size
 
 
@@ -252,20 +188,12 @@ def named(*names: str) -> nn.Module:
 
 
 add(
-    "cjk_emoji_names",
-    lambda: named("编码器", "デコーダ", "head🚀", "é"),
-    rand(B, 4),
-    params=80,
-    macs=4 * B * 16,
-    note="wide characters, an emoji and a combining-free accent",
-)
-add(
     "awkward_names",
-    lambda: named("weight", "a b", "[0]", "*", "forward_", "module"),
+    lambda: named("编码器", "head🚀", "é", "weight", "a b", "[0]", "*", "forward_", "module"),
     rand(B, 4),
-    params=120,
-    macs=6 * B * 16,
-    note="names with spaces, brackets and glob characters",
+    params=180,
+    macs=9 * B * 16,
+    note="wide characters, an emoji, spaces, brackets and glob characters",
 )
 
 
@@ -288,33 +216,4 @@ add(
     params=20 * (8 + 20 + 20),
     macs=20 * B * 32,
     note="140 modules, 20 levels",
-)
-add(
-    "wide_flat",
-    lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(100))).eval(),
-    rand(B, 4),
-    params=100 * 20,
-    macs=100 * B * 16,
-    note="100 equal siblings",
-)
-
-
-class NestedDict(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        inner = nn.ModuleDict({"x": nn.Linear(4, 4), "y": nn.ModuleList([nn.Linear(4, 4)])})
-        self.tree = nn.ModuleDict({"left": inner, "right": nn.Linear(4, 4)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        left: Any = self.tree["left"]
-        return F.relu(left["y"][0](left["x"](x))) + self.tree["right"](x)
-
-
-add(
-    "nested_moduledict",
-    lambda: NestedDict().eval(),
-    rand(B, 4),
-    params=60,
-    macs=3 * B * 16,
-    calls={"tree": 0, "tree.left": 0, "tree.left.y": 0, "tree.left.y.0": 1, "tree.right": 1},
 )

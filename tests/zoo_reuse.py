@@ -10,27 +10,6 @@ B = 2
 # reuse
 
 
-class Reused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(8, 8), nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = self.act(self.fc(x))
-        return x
-
-
-add(
-    "reused_layer",
-    lambda: Reused().eval(),
-    rand(B, 8),
-    params=8 * 8 + 8,
-    macs=3 * B * 64,
-    calls={"": 1, "fc": 3, "act": 3},
-)
-
-
 def shared() -> nn.Sequential:
     fc = nn.Linear(8, 8)
     return nn.Sequential(fc, nn.ReLU(), fc, nn.Sequential(nn.Linear(8, 8), fc))
@@ -44,27 +23,6 @@ add(
     macs=4 * B * 64,
     calls={"0": 3, "3": 1, "3.0": 1},
     note="one Linear under three names; named_modules gives the first",
-)
-
-
-class Recursive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.out = nn.Linear(8, 8), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-        x = torch.tanh(self.fc(x))
-        return self(x, depth - 1) if depth else self.out(x)
-
-
-add(
-    "recursive",
-    lambda: Recursive().eval(),
-    rand(B, 8),
-    params=8 * 8 + 8 + 8 * 2 + 2,
-    macs=B * (3 * 64 + 16),
-    calls={"": 3, "fc": 3, "out": 1},
-    note="the module calls itself",
 )
 
 
@@ -127,30 +85,6 @@ add(
 )
 
 
-class InplaceResidual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x += block(x.clone())
-        return x
-
-
-add(
-    "inplace_residual",
-    lambda: InplaceResidual().eval(),
-    rand(B, 8),
-    params=3 * 72,
-    macs=3 * B * 64,
-    calls={"stem": 1, "blocks.0": 1, "blocks.1": 1},
-    tags={"inplace"},
-)
-
-
 class Chunked(nn.Module):
     """Outputs that are views: chunk, then an in-place write into one of them."""
 
@@ -178,11 +112,4 @@ add(
     macs=B * 64,
     calls={"0": 1, "2": 1, "3": 1},
     note="output is the input object: Identity, Dropout in eval, empty Sequential",
-)
-add(
-    "flatten_unflatten",
-    lambda: nn.Sequential(nn.Flatten(), nn.Linear(8, 8), nn.Unflatten(1, (2, 4))).eval(),
-    rand(B, 2, 4),
-    params=72,
-    macs=B * 64,
 )

@@ -15,25 +15,6 @@ def lstm_params(i: int, h: int, layers: int = 1) -> int:
     return sum(4 * h * ((i if k == 0 else h) + h) + 8 * h for k in range(layers))
 
 
-class TaggedLSTM(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(30, 6)
-        self.lstm = nn.LSTM(6, 8, num_layers=2, batch_first=True)
-        self.fc = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out, _ = self.lstm(self.emb(x))
-        return self.fc(out[:, -1])
-
-
-add(
-    "lstm_classifier",
-    lambda: TaggedLSTM().eval(),
-    ids(30, B, T),
-    params=30 * 6 + lstm_params(6, 8, 2) + 8 * 3 + 3,
-    macs=B * T * (4 * 8 * (6 + 8) + 4 * 8 * (8 + 8)) + B * 8 * 3,
-)
 add(
     "lstm_tuple",
     lambda: nn.LSTM(6, 8, batch_first=True).eval(),
@@ -55,13 +36,6 @@ add(
     rand(T, B, 6),
     params=2 * (3 * 8 * (6 + 8) + 6 * 8),
     macs=2 * B * T * 3 * 8 * (6 + 8),
-)
-add(
-    "rnn_tanh",
-    lambda: nn.RNN(6, 8, batch_first=True).eval(),
-    rand(B, T, 6),
-    params=8 * (6 + 8) + 16,
-    macs=B * T * 8 * (6 + 8),
 )
 
 
@@ -172,14 +146,6 @@ add(
     note="module hooks switch the fused fast path off; calls are those without it",
 )
 add(
-    "encoder_train",
-    lambda: encoder(0.1).train(),
-    rand(B, T, 16),
-    params=2 * layer_params(16, 32),
-    macs=B * 2 * layer_macs(16, 32, T),
-    tags={"train_rng"},
-)
-add(
     "encoder_padded",
     lambda: encoder().eval(),
     rand(B, T, 16),
@@ -245,30 +211,6 @@ add(
 )
 
 
-class ViT(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch = nn.Conv2d(3, 16, 4, 4)
-        self.cls = nn.Parameter(torch.zeros(1, 1, 16))
-        self.pos = nn.Parameter(torch.randn(1, 5, 16))
-        self.block = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.patch(x).flatten(2).transpose(1, 2)
-        h = torch.cat([self.cls.expand(len(x), -1, -1), h], 1) + self.pos
-        return self.head(self.block(h)[:, 0])
-
-
-add(
-    "bare_params_vit",
-    lambda: ViT().eval(),
-    rand(B, 3, 8, 8),
-    params=(3 * 16 * 16 + 16) + 16 + 5 * 16 + layer_params(16, 32) + 16 * 3 + 3,
-    macs=B * (4 * 16 * 3 * 16 + layer_macs(16, 32, 5) + 16 * 3),
-)
-
-
 class SDPA(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v)
@@ -302,71 +244,4 @@ add(
     rand(B, T, 16),
     params=2 * 16 * 4 * 4,
     macs=B * (2 * T * 16 * 16 + 4 * T * T * 4),
-)
-
-
-class Siamese(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return (self.tower(a) - self.tower(b)).norm(dim=1)
-
-
-add(
-    "siamese",
-    lambda: Siamese().eval(),
-    lambda: (torch.randn(B, 6), torch.randn(B, 6)),
-    params=6 * 8 + 8 + 8 * 4 + 4,
-    macs=2 * B * (6 * 8 + 8 * 4),
-    calls={"": 1, "tower": 2, "tower.0": 2, "tower.2": 2},
-)
-
-
-class Hypernet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.z = nn.Parameter(torch.randn(1, 4))
-        self.make = nn.Linear(4, 6 * 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.make(self.z).view(3, 6))
-
-
-add(
-    "hypernetwork",
-    lambda: Hypernet().eval(),
-    rand(B, 6),
-    params=4 + 4 * 18 + 18,
-    macs=4 * 18 + B * 6 * 3,
-)
-add(
-    "embedding_bag",
-    lambda: nn.Sequential(nn.EmbeddingBag(20, 6, mode="mean"), nn.Linear(6, 2)).eval(),
-    ids(20, B, T),
-    params=20 * 6 + 6 * 2 + 2,
-    macs=B * 6 * 2,
-)
-
-
-class VAE(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enc, self.dec = nn.Linear(6, 2 * 3), nn.Linear(3, 6)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mu, logvar = self.enc(x).chunk(2, 1)
-        z = mu + torch.randn_like(mu) * (0.5 * logvar).exp()
-        return self.dec(z), mu, logvar
-
-
-add(
-    "vae",
-    lambda: VAE().train(),
-    rand(B, 6),
-    params=6 * 6 + 6 + 3 * 6 + 6,
-    macs=B * (6 * 6 + 3 * 6),
-    tags={"train_rng"},
-    note="mu and logvar are views of one tensor",
 )

@@ -1,14 +1,13 @@
 """Inputs and outputs of every structure."""
 
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import Categorical
 from zoo_base import add, rand
 
 B = 2
@@ -232,66 +231,49 @@ add(
 class Returns(nn.Module):
     """A Linear(4, 4) whose result is turned into something that is no tensor."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, made: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.fc, self.how = nn.Linear(4, 4), how
+        self.fc, self.made = nn.Linear(4, 4), made
 
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
-        h = self.fc(x)
-        match self.how:
-            case "none":
-                return None
-            case "number":
-                return float(h.sum()), h.argmax(1).tolist()
-            case "loss":
-                return F.cross_entropy(h, y)
-            case "distribution":
-                return Categorical(logits=h)
-            case _:
-                return _Result(h)
+    def forward(self, x: Tensor) -> Any:
+        return self.made(self.fc(x))
 
 
-class _Result:
+def nothing(h: Tensor) -> None:
+    return None
+
+
+def numbers(h: Tensor) -> tuple[float, list[int]]:
+    return float(h.sum()), h.argmax(1).tolist()
+
+
+class Result:
     def __init__(self, value: Tensor) -> None:
         self.value = value
 
 
-for how, tags in {
-    "none": {"no_grad_in"},
-    "number": {"no_fake", "data_dependent", "no_grad_in"},
-    "loss": set[str](),
-    "distribution": {"no_fake", "data_dependent"},
-    "unknown_object": set[str](),
-}.items():
-    add(
-        f"returns_{how}",
-        lambda how=how: Returns(how).eval(),
-        lambda: (torch.randn(B, 4), torch.zeros(B, dtype=torch.long)),
-        params=20,
-        macs=B * 16,
-        tags=tags,
-    )
-
-
-class ListImages(nn.Module):
-    """As torchvision's detectors: a list of images of different sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
-
-    def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
-        feats = [self.conv(i[None]).mean((2, 3)) for i in images]
-        return [{"scores": self.fc(f)} for f in feats]
-
-
 add(
-    "list_images",
-    lambda: ListImages().eval(),
-    lambda: ([torch.randn(3, 6, 6), torch.randn(3, 5, 8)],),
-    params=(3 * 4 * 9 + 4) + 4 * 5 + 5,
-    macs=(4 * 4 + 3 * 6) * 4 * 27 + 2 * 4 * 5,
-    calls={"conv": 2, "fc": 2},
+    "returns_none",
+    lambda: Returns(nothing).eval(),
+    rand(B, 4),
+    params=20,
+    macs=B * 16,
+    tags={"no_grad_in"},
+)
+add(
+    "returns_number",
+    lambda: Returns(numbers).eval(),
+    rand(B, 4),
+    params=20,
+    macs=B * 16,
+    tags={"no_fake", "data_dependent", "no_grad_in"},
+)
+add(
+    "returns_unknown_object",
+    lambda: Returns(Result).eval(),
+    rand(B, 4),
+    params=20,
+    macs=B * 16,
 )
 
 

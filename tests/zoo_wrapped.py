@@ -87,9 +87,17 @@ class Recorder:
         self.n += 1
 
 
+class Doubling:
+    """A user's hook that replaces an output: later hooks see the replaced one."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * 2
+
+
 def user_hooks() -> nn.Module:
     net = small().eval()
     net[0].register_forward_hook(Recorder())
+    net[0].register_forward_hook(Doubling())
     net[1].register_forward_pre_hook(Recorder())
     net[2].register_full_backward_hook(Recorder())
     return net
@@ -102,27 +110,6 @@ add(
     params=SMALL,
     macs=SMALL_MACS,
     note="forward, forward-pre and full backward hooks of the user are there already",
-)
-
-
-class Doubling:
-    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output * 2
-
-
-def editing_hook() -> nn.Module:
-    net = small().eval()
-    net[0].register_forward_hook(Doubling())
-    return net
-
-
-add(
-    "user_hook_edits",
-    editing_hook,
-    rand(B, 8),
-    params=SMALL,
-    macs=SMALL_MACS,
-    note="a user's hook replaces an output: later hooks see the replaced one",
 )
 
 
@@ -153,14 +140,6 @@ add(
     params=20,
     macs=B * 16,
     tags={"train_rng"},
-)
-add(
-    "dropout_inplace",
-    lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5, inplace=True)).train(),
-    rand(B, 4),
-    params=20,
-    macs=B * 16,
-    tags={"train_rng", "inplace"},
 )
 
 
@@ -251,24 +230,6 @@ add(
 )
 
 
-class BuffersOnly(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("basis", torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.basis
-
-
-add("buffers_only", BuffersOnly, rand(B, 4), params=0, macs=B * 16, tags={"no_grad_in"})
-add(
-    "no_params",
-    lambda: nn.Sequential(nn.ReLU(), nn.Flatten(), nn.Softmax(1)).eval(),
-    rand(B, 4),
-    params=0,
-    macs=0,
-    tags={"no_grad_in"},
-)
 add(
     "empty_model",
     lambda: nn.Sequential().eval(),
@@ -277,13 +238,4 @@ add(
     macs=0,
     calls={"": 1},
     tags={"no_grad_in"},
-)
-add(
-    "single_layer",
-    lambda: nn.Linear(4, 4).eval(),
-    rand(B, 4),
-    params=20,
-    macs=B * 16,
-    calls={"": 1},
-    note="the root is the only module and the only leaf",
 )
