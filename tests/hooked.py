@@ -1,12 +1,17 @@
-"""How many hooks there are: what most tests ask when hookkit is done.
+"""What most tests ask when hookkit is done: which hooks there are, and whether all is as before.
 
 No public function says it; the tables are private, and the same in torch 2.11 to 2.13.
 """
 
+import random
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer, optimizer
+
+from hookkit.nested import leaves
 
 OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -18,3 +23,35 @@ def n_hooks(model: nn.Module, *opts: Optimizer) -> int:
     for opt in opts:
         tables += [opt._optimizer_step_pre_hooks, opt._optimizer_step_post_hooks]
     return sum(map(len, tables))
+
+
+def content(t: Tensor) -> Any:
+    """What a tensor holds, in a form that compares."""
+    if t.device.type == "meta" or nn.parameter.is_lazy(t):
+        return type(t).__name__
+    if t.layout is not torch.strided or t.is_nested or t.is_quantized:
+        return repr(t)
+    return t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def held(value: Any) -> Any:
+    if isinstance(value, list | tuple | set):
+        return [type(value), [id(v) for v in value]]
+    return {k: id(v) for k, v in value.items()} if isinstance(value, dict) else id(value)
+
+
+def fingerprint(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """All that a summary must leave alone, down to the identity of every attribute."""
+    state = []
+    for name, m in model.named_modules():
+        tensors = [*m.named_parameters(recurse=False), *m.named_buffers(recurse=False)]
+        hooks = {k: list(getattr(m, k)) for k in OF_MODULES if k in vars(m)}
+        attributes = {k: held(v) for k, v in vars(m).items()}
+        values = [(n, id(t), t.requires_grad, id(t.grad), content(t)) for n, t in tensors]
+        state.append((name, type(m), m.training, attributes, hooks, values))
+    given = [
+        (id(t), t._version, content(t)) for t in leaves((args, kwargs)) if not t.is_inference()
+    ]
+    numpys = np.random.get_state()
+    rng = torch.get_rng_state().tolist(), random.getstate(), numpys[1].tolist(), numpys[2]
+    return state, given, rng, torch.is_grad_enabled(), torch.backends.mha.get_fastpath_enabled()

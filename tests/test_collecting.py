@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hooked import fingerprint
 from processes import started
-from test_summaries_zoo import fingerprint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

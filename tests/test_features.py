@@ -14,14 +14,12 @@ import torch
 from hooked import n_hooks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from zoo import ZOO, Entry
 
 from hookkit.editing import add, edit_output
 from hookkit.errors import HookError, NeverFiredWarning, SelectionError
 from hookkit.features import feature_extractor
 from hookkit.hooks import hook_outputs
-from hookkit.nested import leaves, pick
-from hookkit.selecting import leaf_modules, select
+from hookkit.selecting import select
 
 
 class LeNet(nn.Module):
@@ -285,46 +283,6 @@ def test_a_path_that_is_not_there() -> None:
 
     with pytest.raises(HookError, match=r'"0\[7\]" has nothing at \[7\]; there is .*\[0\]'):
         feature_extractor(net, "0[7]")(torch.randn(2, 1, 4))
-
-
-# --- against plain hooks
-
-
-# --- the zoo
-
-SKIP = {"raises", "lazy", "scripted", "compiled", "meta"}
-RUNS = [e for e in ZOO if not e.tags & SKIP and e.name != "generator_out"]  # which runs nothing
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("entry", RUNS, ids=repr)
-def test_every_layer_of_the_zoo_gives_what_a_plain_hook_sees(entry: Entry) -> None:
-    model, twin = entry.build(), entry.build()
-    layers = [name for name, m in leaf_modules(model).items()]
-    if not layers:
-        return
-    first: dict[str, list[Tensor]] = {}
-    for name in layers:
-        by_hand = select(twin, name)[name]
-        by_hand.register_forward_hook(
-            lambda m, i, o, name=name: (
-                first.setdefault(name, [t.clone() for t in leaves(o)]) and None
-            )
-        )
-
-    torch.manual_seed(1)
-    entry.run(twin)
-    torch.manual_seed(1)
-    extract = feature_extractor(model, *layers)
-    features = extract(*entry.args(), **entry.kwargs())
-
-    for name in layers:
-        got = leaves(features[name])
-        assert len(got) == len(first.get(name, []))
-        for a, b in zip(got, first.get(name, []), strict=True):
-            if a.layout is torch.strided and not a.is_nested:
-                torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    assert pick(features, "") is features
 
 
 def test_both_names_of_a_shared_layer_give_its_first_output() -> None:

@@ -2,29 +2,11 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
-from zoo import ZOO, Entry
 
 from hookkit.modelinfo.tree import Tree, storage_of
-from hookkit.modules import walk
-
-
-@pytest.mark.parametrize("e", ZOO, ids=lambda e: e.name)
-def test_places_and_tensors_are_those_of_walk_and_of_pytorch(e: Entry) -> None:
-    model = e.build()
-
-    tree = Tree(model)
-
-    places = [(place.name, place.module, place.is_first) for place in tree.places]
-    assert all(a == b for a, b in zip(places, walk(model), strict=True))
-    assert {id(p) for _, p in tree.params} == {id(p) for p in tree.model.parameters()}
-    assert {id(t) for t in tree.tensors} == {
-        id(t) for t in (*tree.model.parameters(), *tree.model.buffers())
-    }
-    assert {id(m) for m in (*tree.modules, *tree.scripted)} == {id(m) for m in tree.model.modules()}
 
 
 def test_wrappers_are_in_no_name_and_all_are_listed() -> None:

@@ -7,16 +7,14 @@ import sys
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_summaries_zoo import fingerprint
+from hooked import fingerprint
 from torch import Tensor, nn
-from zoo import ZOO, Entry
 
 from hookkit import Hooks, edit_output, hook_output
 from hookkit.modelinfo.tree import Tree
@@ -47,17 +45,6 @@ class Odd(nn.Module):
         self.eval()
         torch.set_grad_enabled(False)
         return x
-
-
-@pytest.mark.parametrize("e", ZOO, ids=lambda e: e.name)
-def test_every_model_is_as_before(e: Entry) -> None:
-    model, args, kwargs = e.build(), e.args(), e.kwargs()
-    before = fingerprint(model, (), {})
-
-    with untouched(model, params=True), suppress(Exception):
-        model(*args, **kwargs)
-
-    assert fingerprint(model, (), {}) == before
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from zoo import ZOO, Entry
 
 from hookkit.errors import ArgumentError, OptionError, SelectionError
-from hookkit.modules import can_run, find, walk
-from hookkit.selecting import Selection, expand, leaf_modules, select, unwrap
+from hookkit.modules import can_run
+from hookkit.selecting import expand, leaf_modules, select, unwrap
 
 
 class Block(nn.Module):
@@ -465,24 +464,6 @@ def test_globs_match_as_a_regex_over_every_name_on_random_trees() -> None:
         assert all(places[name] is m for name, m in chosen.items())
         n_hits += len(chosen)
     assert n_hits > 300  # the test does test something
-
-
-# --- the zoo
-
-
-@pytest.mark.parametrize("entry", ZOO, ids=repr)
-def test_every_name_in_the_zoo_finds_its_module(entry: Entry) -> None:
-    model = entry.build()
-    chosen = select(model)
-
-    assert isinstance(chosen, Selection)
-    for name, module, _ in walk(model):
-        assert find(model, name) == (name, module)
-    for name in chosen:
-        assert select(model, name)[name] is chosen[name]
-        if not isinstance(chosen[name], nn.ModuleList):
-            assert list(select(model, chosen[name])) == [name]
-    assert set(leaf_modules(model)) <= {"", *chosen}
 
 
 def test_a_selection_of_another_model_is_refused() -> None:
