@@ -1,6 +1,5 @@
 """What fastai's own page on hooks promises holds here, cell by cell: names, calls, numbers."""
 
-import copy
 import math
 
 import pytest
@@ -253,13 +252,3 @@ def test_histograms_are_recorded_on_request() -> None:
 
 
 # --- the names of fastai v1
-
-
-@pytest.mark.parametrize("word", ["shape", "size", "mean"])
-def test_stats_as_v1s_tensor_are_answered_with_the_method(word: str) -> None:
-    stats = fitted(ActivationStats(modules=""), n_trn=2).activation_stats.stats
-
-    with pytest.raises(AttributeError, match=rf"Use `stats\.tensor\(\)\.{word}`"):
-        getattr(stats, word)
-    assert stats.tensor().shape == (2, 1, 2)
-    assert copy.deepcopy(stats)[0][0]["mean"] == stats[0][0]["mean"]

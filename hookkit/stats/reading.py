@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -18,18 +17,14 @@ from hookkit.moments.reading import is_clamped
 from hookkit.records import Exports, Record
 from hookkit.stats.stats_callback import StatsCallback
 
-_MOST_ROWS = 12  # layers shown; of more, the first and the last half of these
-
 
 class StatsList(L):  # type: ignore[misc]
-    """`stats[batch][layer]["mean"]`: a list of records, each a list of dicts, by number or name.
+    """`stats[record][layer]["mean"]`: a list of records, each a list of dicts, by number or name.
 
     Attributes:
-        labels: of the layers, for the table as which the records are shown.
         names: of the layers, in one record.
     """
 
-    labels: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
 
     def __getitem__(self, i: Any) -> Any:
@@ -39,7 +34,7 @@ class StatsList(L):  # type: ignore[misc]
                 there = f"Its layers: {some}" if some else "It is a list of records"
                 raise SelectionError(
                     f"stats has no layer {i!r}. {there}. Write stats[record][layer], such as "
-                    f'stats[-1][0] or stats[-1]["{some.partition(",")[0] or "fc"}"].'
+                    f"stats[-1][0]."
                 )
             i = self.names.index(i)
         if isinstance(i, (int, np.integer)) and not -len(self) <= i < len(self):
@@ -51,46 +46,19 @@ class StatsList(L):  # type: ignore[misc]
         return super().__getitem__(i)
 
     def tensor(self) -> Tensor:
-        """(2, n_modules, n_batches) float32, mean and std on the first axis, as in fastai v1."""
-        rows = [[[layer[s] for layer in batch] for batch in self] for s in ("mean", "std")]
+        """(2, n_modules, n_records) float32: means and stds, fastai v1's `stats`."""
+        rows = [[[layer[s] for layer in record] for record in self] for s in ("mean", "std")]
         n = len(self[0]) if len(self) else 0
         table = torch.tensor(rows, dtype=torch.float32, device="cpu").reshape(2, len(self), n)
         return table.transpose(1, 2).contiguous()
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)  # the list's own
-        except AttributeError:
-            if name.startswith("__") or not hasattr(Tensor, name):
-                raise
-            raise AttributeError(
-                f"StatsList has no attribute {name!r}: it is a list of records, where fastai v1's "
-                f"was a tensor. Use `stats.tensor().{name}`.",
-                name=name,
-                obj=self,
-            ) from None
-
     def __repr__(self) -> str:
-        if not self.labels or not len(self):
-            return str(super().__repr__())
-        rows: list[tuple[str, ...]] = [("layer, first → last", "mean", "std", "near_zero")]
-        for i, label in enumerate(self.labels):
-            pairs = ((self[0][i][s], self[-1][i][s]) for s in rows[0][1:])
-            rows.append((label[:36], *(f"{_number(a)} → {_number(b)}" for a, b in pairs)))
-        if (n := len(self.labels) - _MOST_ROWS) > 0:
-            half = _MOST_ROWS // 2
-            rows[1 + half : -half] = [(f"… {n} more", "", "", "")]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(x.ljust(w) for x, w in zip(r, widths, strict=True)) for r in rows)
-        head = f"StatsList({len(self)} records of {len(self.labels)} layers)"
-        return "\n".join([head, *(line.rstrip() for line in lines)])
+        if len(self) and isinstance(self[0], StatsList):  # L's writes out every number
+            return f"StatsList({len(self)} records of {len(self[0])} layers)"
+        return str(super().__repr__())
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # L's writes out every number
-
-
-def _number(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.3g}"
+        printer.text(repr(self))
 
 
 class LayerStats(Exports, StatsCallback):
@@ -123,7 +91,7 @@ class LayerStats(Exports, StatsCallback):
         return record.layer(layer)  # a name; or it raises
 
     def layer_stats(self, layer: int | str) -> L:
-        """Means, stds and shares near zero of one layer over the records: an `L` of three."""
+        """Return an `L` of one layer's means, stds and shares near zero over the records."""
         record, row = self.record(), self._row(layer)
         return L(L(record.value(s, row).tolist()) for s in ("mean", "std", "near_zero"))
 
@@ -146,9 +114,7 @@ class LayerStats(Exports, StatsCallback):
 
     def tensor(self) -> Tensor:
         """(2, n_modules, n_records) float32: means and stds, fastai v1's `stats`."""
-        record = self.record()
-        both = [record.value(s)[self._rows(record)] for s in ("mean", "std")]
-        return torch.from_numpy(np.stack(both)).float()
+        return self.stats.tensor()
 
     def dead_units(self, layer: int | str) -> list[int]:
         """Indices of the units of one layer that were never above 0 over the last records.
@@ -223,10 +189,9 @@ def _listed(record: Record, rows: list[int]) -> StatsList:
     for i in range(len(record)):
         each = ({name: table[i][j] for name, table in tables.items()} for j in range(len(rows)))
         layers = StatsList(each)
+        layers.names = names
         if record.hist is not None:
             for layer, row in zip(layers, rows, strict=True):
                 layer["hist"] = torch.from_numpy(record.hist[row, :, i].astype(np.float32))
-        layers.names = names
         stats.append(layers)
-    stats.labels = tuple(record.labels[row] for row in rows)
     return stats
