@@ -249,6 +249,3 @@ def test_histograms_are_recorded_on_request() -> None:
     assert set(stats.stats[0][0]) >= {"mean", "std", "near_zero", "hist"}
     assert stats.hist(0).shape[-1] == 5
     assert len(stats.layer_stats(0)) == 3
-
-
-# --- the names of fastai v1
