@@ -40,15 +40,6 @@ def test_an_unused_head_does_not_come_before_nan():
     assert [f.severity for f in found if f.rule == "no_gradient"] == ["note"]
 
 
-def test_what_was_seen_is_a_cause_and_not_a_likely_one():
-    found = diagnose(fit(nn.Sequential(*net(), nn.Softmax(1))))
-
-    text = str(found)
-    assert "Cause: a softmax before a loss that applies its own" in text
-    assert "ikely" not in text
-    assert "Right in" not in text
-
-
 @pytest.mark.parametrize(
     "pick",
     [
@@ -64,16 +55,6 @@ def test_probabilities_are_seen_through_an_index_a_slice_and_a_clamp(pick):
     loss = F.binary_cross_entropy_with_logits(p, torch.ones_like(p))
 
     assert loss_facts(loss.grad_fn)["loss_input"] == "Sigmoid"
-
-
-def test_one_batch_in_each_step_is_seen():
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*blobs(256)), 32)
-
-    found = diagnose(fit(net(), batch=lambda i: next(iter(loader))))
-
-    assert "repeated_data" in found.rules
-    assert "1 different batch" in str(found)
-    assert not found.alarms
 
 
 def test_an_unused_head_or_pooler_is_a_note_and_a_detached_body_alarms():

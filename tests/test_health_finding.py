@@ -15,19 +15,6 @@ FALLING = 2.3 * np.exp(-np.arange(300) / 80)
 FOUND = Finding("dead", "error", "95% are 0", "a large step", "divide it by 10", ("fc1",), (5, 9))
 
 
-def test_a_finding_has_seven_fields_and_reads_as_two_lines():
-    names = [field.name for field in dataclasses.fields(Finding)]
-
-    assert names == ["rule", "severity", "evidence", "cause", "fix", "layers", "steps"]
-    assert str(FOUND).split("\n") == [
-        "✗ error  dead: 95% are 0 (fc1, steps 5–9).",
-        "    Cause: a large step. Fix: divide it by 10.",
-    ]
-    many = dataclasses.replace(FOUND, layers=("a", "b", "c", "d", "e"), steps=(7,))
-    assert many.where == "a, b, c and 2 more, step 7"
-    assert dataclasses.replace(FOUND, layers=(), steps=()).where == ""
-
-
 def test_a_diagnosis_is_a_sequence_of_findings_and_notes_leave_it_healthy():
     found = Diagnosis((FOUND,), 3, 100)
     noted = Diagnosis((dataclasses.replace(FOUND, severity="note"),), 3, 100)

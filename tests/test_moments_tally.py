@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookkit.moments import step_table, tally
+from hookkit.moments import tally
 from hookkit.moments.bins import LogBins
 from hookkit.moments.reading import record_of
 from hookkit.moments.tally import Options, Tally
@@ -119,30 +119,6 @@ def test_rows_may_come_later_and_further_tensors_of_a_layer_have_their_own() -> 
     assert record.meta["dtype"] == ["torch.float32"] * 2
     assert record.value("count")[0].tolist() == [2] * 4
     np.testing.assert_array_equal(record.value("count")[1], [np.nan, np.nan, 3, np.nan])
-
-
-@pytest.mark.parametrize("limit", [5, 8])
-def test_a_full_history_merges_neighbours_exactly(
-    limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = outputs(61)
-    plain = record_of(filled(Tally("activation", ALL), steps))
-    n_bytes = 4 * 8 + 2 * (9 + plain.hist.shape[1] + 4) * 8  # type: ignore[union-attr]
-    monkeypatch.setattr(step_table, "LIMIT", limit * n_bytes)
-
-    record = record_of(filled(Tally("activation", ALL), steps))
-
-    assert len(record) <= limit
-    assert record.spans.sum() == 61
-    assert set(record.spans[:-1]) == {record.spans[0]}  # an even resolution
-    at = np.cumsum(record.spans) - record.spans
-    np.testing.assert_array_equal(record.steps, at)
-    for stat, merged in (("count", np.add), ("max", np.maximum)):
-        want = merged.reduceat(plain.value(stat), at, 1)
-        np.testing.assert_array_equal(record.value(stat), want)
-    np.testing.assert_array_equal(record.hist, np.add.reduceat(plain.hist, at, 2))
-    first = torch.cat([tensors[1] for tensors in steps[: record.spans[0]]]).double()
-    assert record.value("std", 1)[0] == pytest.approx(first.std().item(), rel=1e-6)
 
 
 def test_it_continues_after_a_pickle() -> None:

@@ -186,22 +186,6 @@ def test_names_of_layers_are_no_formulas_and_on_one_line_and_end_as_they_do() ->
     assert figures.label(record, 0, 14) == "…S line Linear"  # the end of a long one
 
 
-def test_of_many_layers_every_nth_is_named() -> None:
-    fig = plotting.plot_run(made.run(made.transformer_names(), 4), findings=[])
-
-    ticks = fig.axes[0].get_yticks()
-    assert len(ticks) <= 22
-    assert set(np.diff(ticks)) == {14}
-
-
-def test_further_outputs_of_a_module_stand_next_to_its_first() -> None:
-    record = made.record([("lstm", "LSTM"), ("fc", "Linear"), ("lstm[1][0]", "LSTM")], 5)
-
-    names = [text.get_text() for text in plotting.color_dim(record).axes[0].texts]
-
-    assert names == ["lstm LSTM", "lstm[1][0] LSTM", "fc Linear"]
-
-
 def dotted(ax: Any) -> list[float]:
     return [line.get_xdata()[0] for line in ax.lines if line.get_linestyle() == ":"]
 
@@ -212,10 +196,6 @@ def test_epochs_are_marked_where_they_begin_in_another_fit_too() -> None:
 
     two = replace(run.params, epochs=np.zeros(20, np.int64), iters=np.arange(20) % 5)
     assert dotted(plotting.plot_updates(two)) == [5, 10, 15]
-
-
-def test_few_steps_are_counted_in_whole_numbers() -> None:
-    assert all(float(x).is_integer() for x in plotting.plot_updates(made.run(n=3)).get_xticks())
 
 
 def test_what_is_broken_has_a_bar_on_top_where_it_is_broken() -> None:
@@ -268,15 +248,6 @@ def test_findings_are_listed_and_their_layers_marked() -> None:
     assert not fig.axes[2].texts
 
 
-def test_six_findings_at_most_are_listed_and_long_ones_cut_and_its_own_if_none_are_given() -> None:
-    found = [Found(rule="dead" * 50, layers=("fc1",))] * 9
-
-    lines = plotting.plot_run(made.run(n=20), findings=found).get_supxlabel().splitlines()
-
-    assert [len(line) for line in lines] == [150] * 6
-    assert "non_finite" in plotting.plot_run(made.exploding(made.run(n=100))).get_supxlabel()
-
-
 @pytest.mark.parametrize(
     ("value", "word"),
     [(np.nan, "no value"), (0.0, "all zero, or did not move"), (np.inf, "NaN or Inf")],
@@ -319,15 +290,6 @@ def test_layers_without_values_are_left_out_and_counted() -> None:
 
     assert [*curves(ax)] == ["fc2.weight Linear"]
     assert ax.get_title(loc="left").endswith("; 1 of 2 have no value to show")
-
-
-def test_the_line_at_minus_3_is_in_view_whatever_the_values() -> None:
-    for ratio in (1e-9, 0.5):
-        r = made.run(n=20).params
-        r = replace(r, values={**r.values, "update_ratio": np.full((4, 20), ratio)})
-        low, high = plotting.plot_updates(r).get_ylim()
-        assert low <= -3 <= high
-        assert low <= np.log10(ratio) <= high
 
 
 def test_a_layer_that_runs_every_other_step_is_seen() -> None:
@@ -477,21 +439,6 @@ def counted(edges: Any, counts: Any) -> Record:
     return replace(r, hist=hist, edges=np.asarray(edges, float))
 
 
-def test_an_axis_is_linear_or_has_decades_of_equal_length_and_a_linear_middle() -> None:
-    edges = [-np.inf, -100, -10, -1, 0, 1, 10, 100, np.inf]
-
-    places, ticks, names = spread._value_axis(counted(edges, np.ones(8)))
-
-    np.testing.assert_allclose(np.diff(places), [1, 1, 1, 0.43, 0.43, 1, 1, 1], atol=0.01)
-    assert names == ["−100", "0", "100"]
-    np.testing.assert_allclose(ticks, [-2.43, 0, 2.43], atol=0.01)
-
-    places, ticks, names = spread._value_axis(counted(np.linspace(-2, 2, 9), np.ones(8)))
-
-    np.testing.assert_allclose(np.diff(places), np.diff(places)[0])
-    np.testing.assert_allclose(ticks / places[-1], [float(n.replace("−", "-")) / 2 for n in names])
-
-
 def test_the_area_under_each_line_of_a_density_is_one() -> None:
     ax = plotting.plot_density(made.run(n=20))
     edges, *_ = spread._value_axis(made.run(n=20).activations)
@@ -510,17 +457,6 @@ def test_the_area_under_each_line_of_a_density_is_one() -> None:
 )
 def test_density_says_which_record_it_shows(run: Run, step: int | None, says: str) -> None:
     assert plotting.plot_density(run, step).get_title(loc="left").endswith(says)
-
-
-def test_color_dim_draws_the_first_layers_of_many_and_says_so() -> None:
-    run = made.run(made.resnet_names(), 6)
-
-    (ax, _) = plotting.color_dim(run).axes
-
-    assert "the first 24 of 65 layers" in ax.get_title(loc="left")
-    assert [t.get_text() for t in ax.texts] == [
-        figures.label(run.activations, i) for i in range(24)
-    ]
 
 
 def test_colours_of_a_spread_are_shares_grey_and_vermilion() -> None:

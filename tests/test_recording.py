@@ -51,17 +51,6 @@ def test_every_records_the_first_batch_of_so_many_at_any_order(
     assert cb.calls == [(True, i) for i in range(0, 11, every or 1)] + valid
 
 
-def test_every_counts_on_over_epochs_and_anew_in_each_fit() -> None:
-    cb = Calls(every=4)
-    learn = quiet(n_trn=3, cbs=cb)
-
-    learn.fit(2)
-    assert [i for _, i in cb.calls] == [0, 1]  # batches 0 and 4 of six
-    learn.fit(1)
-
-    assert [i for _, i in cb.calls] == [0, 1, 0]
-
-
 @pytest.mark.parametrize("make", [Calls, ActivationStats, GradientStats, ParamStats])
 def test_every_counts_optimizer_steps_in_each_recorder(make: Any) -> None:
     recorder = make(every=2)
@@ -154,25 +143,6 @@ def test_modules_are_looked_up_anew_for_each_fit() -> None:
 
     assert cb.names == ["0", "2", "4"]
     assert all(s is not None for s in cb.hooks.stored)
-
-
-def test_modules_that_come_during_a_fit_are_hooked_in_the_next() -> None:
-    def grow(self: Any) -> None:
-        if self.training and self.iter == 1 and len(self.learn.model) == 3:
-            self.learn.model[0] = nn.Linear(1, 4)
-            self.learn.model.append(nn.Linear(1, 1))
-
-    cb = HookCallback(every=2, hook=lambda m, i, o: id(m))
-    learn = quiet(n_trn=6, model=mlp(1, 4, 1), cbs=[cb, Callback(after_batch=grow)])
-    first = learn.model[0]
-
-    learn.fit(1)
-    assert cb.names == ["0", "2"]
-    learn.fit(1)
-
-    assert cb.names == list(cb.hooks.names) == ["0", "2", "3"]
-    assert list(cb.hooks.stored) == [id(learn.model[i]) for i in (0, 2, 3)]
-    assert n_hooks(learn.model) == n_hooks(first) == 0
 
 
 def test_an_unknown_name_or_a_failing_hook_raises_and_nothing_stays() -> None:

@@ -139,32 +139,6 @@ def test_structures_never_called_and_reused_modules_are_recorded() -> None:
 # gradients
 
 
-def test_gradients_of_outputs_and_of_parameters_are_autograds() -> None:
-    model, (x,) = net(), batches(1)
-    stats, of_params = GradientStats(include_paramless=True), GradientStats(of="params")
-    inner = model[:2](x)
-    want, *wanted = torch.autograd.grad(loss_of(model[2](inner)), [inner, *model.parameters()])
-
-    train(model, [x], stats, of_params)
-
-    record, params = stats.record(), of_params.record()
-    assert record.value("mean", "1")[0] == pytest.approx(want.mean().item(), rel=1e-4)
-    assert record.value("std", "1")[0] == pytest.approx(want.std().item(), rel=1e-5)
-    assert params.names == ("0.weight", "0.bias", "2.weight", "2.bias")
-    rms = [g.square().mean().sqrt().item() for g in wanted]
-    np.testing.assert_allclose(params.value("rms")[:, 0], rms, rtol=1e-5)
-
-
-def test_a_models_own_scaler_is_not_taken_for_a_grad_scaler() -> None:
-    learn = synth_learner(cbs=GradientStats(of="params"))
-    learn.model.scaler = nn.Identity()
-
-    with learn.no_logging():
-        learn.fit(1)
-
-    assert learn.gradient_stats.record().value("rms", "a").all()
-
-
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_linear_of_sequences_is_handed_on_as_it_is(inplace: bool) -> None:
     """Its output is a view, whose own hook an in-place operation would lose."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.callbacks import Callback
-from hookkit.recording import HookCallback
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats
 from hookkit.watching import watch
 
@@ -84,15 +83,6 @@ def test_a_call_for_which_it_returns_none_is_not_recorded() -> None:
     assert np.isnan(stats.record().value("mean", "2")).all()
 
 
-def test_it_sees_the_part_of_the_output_that_was_selected() -> None:
-    lstm = nn.ModuleDict({"lstm": nn.LSTM(3, 2)})
-    stats = ActivationStats(modules="lstm[1][0]", hook=lambda m, i, o: o[..., :1])
-
-    train(lstm, stats, n=1, call=lambda x: lstm["lstm"](x)[0])
-
-    assert stats.record().value("count").tolist() == [[1]]
-
-
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 @pytest.mark.parametrize("every", [1, 2])
 def test_gradients_of_inputs_and_outputs_are_given_in_recorded_steps_only(every: int) -> None:
@@ -121,16 +111,6 @@ def test_the_flight_recorder_watches_what_its_hook_returns() -> None:
     train(net(), recorder)
 
     assert recorder.incidents[0].name == "1"
-
-
-@pytest.mark.parametrize("kind", [HookCallback, ActivationStats])
-def test_the_function_that_was_given_goes_before_the_class_s_method(kind: Any) -> None:
-    called: list[str] = []
-    mine = subclass(kind, lambda self, m, i, o: called.append("method"))
-
-    train(net(), mine(hook=lambda m, i, o: called.append("given") or o))
-
-    assert set(called) == {"given"}
 
 
 @pytest.mark.parametrize("kind", [ActivationStats, GradientStats, FlightRecorder])

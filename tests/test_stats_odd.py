@@ -8,11 +8,9 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from hookkit.errors import HookError, NeverFiredWarning
-from hookkit.records import Run
+from hookkit.errors import HookError
 from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.stats.param_norms import norms_of
-from hookkit.testing import synth_learner
 from hookkit.watching import watch
 
 
@@ -122,13 +120,6 @@ def test_a_forward_that_fails_and_is_tried_in_parts_leaves_nothing(training):
     assert record.hist[record.layer("enc")].sum() == 2 * n
 
 
-def test_a_model_in_eval_mode_is_warned_about():
-    model = Net()
-
-    with pytest.warns(NeverFiredWarning, match="was in eval mode"):
-        train(model, ActivationStats(), between=lambda i: model.eval(), n=3)
-
-
 def test_under_torch_func_nothing_is_recorded_and_it_says_so():
     model = Net()
     opt = torch.optim.SGD(model.parameters(), 0.1)
@@ -149,24 +140,6 @@ def test_a_function_between_layers_is_not_blamed_on_the_next():
 
     assert incident.name == "head"
     assert "between enc and it" in incident.note
-
-
-# --- what a recorder holds goes out
-
-
-def test_records_go_out_from_whatever_holds_them(tmp_path):
-    w = train(Net(), ActivationStats(), ParamStats())
-
-    for source in (w, w.run_record(), w.activation_stats, w.param_stats, w.param_stats.record()):
-        assert Run.load(source.save(tmp_path / "a.npz")).records[0].names
-    pytest.importorskip("pandas")
-    assert len(w.to_df()) == len(w.run_record().to_df()) > len(w.param_stats.to_df()) > 0
-
-    learn = synth_learner(cbs=ActivationStats(modules=""))
-    with learn.no_logging():
-        learn.fit(1)
-    path = learn.activation_stats.save(tmp_path / "s")  # which is not the Learner's `save`
-    assert len(Run.load(path).records[0]) == 10
 
 
 # --- parts of an output

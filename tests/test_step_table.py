@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hookkit.moments import step_table
-from hookkit.moments.rows import array_row, merge
+from hookkit.moments.rows import array_row
 from hookkit.moments.step_table import MOMENTS, StepTable, sums
 from hookkit.moments.tally import Tally
 
@@ -119,28 +119,3 @@ def test_what_is_read_is_a_copy_and_copies_go_on_by_themselves() -> None:
     assert [table.since(step) for step in (-1, 0, 8, 9, 20)] == [0, 1, 9, 9, 9]
     assert StepTable(total=sums(1)).since(3) == 0
     assert (len(table), len(again)) == (10, 9)
-
-
-def test_an_interrupt_while_columns_merge_leaves_them_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(step_table, "LIMIT", 4 * (32 + 80))
-    table, calls = filled(np.ones((8, 3))), list[int]()
-
-    def interrupted(a: Any, b: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return a + b
-
-    before = table.read("total").ravel().tolist()
-    table.fields["total"] = table.fields["total"]._replace(merge=interrupted)
-    for step in range(8, 24):
-        try:
-            table.later((step, 0, step), lambda: {n: f.blanks(1) for n, f in table.fields.items()})
-        except KeyboardInterrupt:
-            break
-
-    assert len(calls) == 2
-    assert table.read("total").sum() == sum(before)
-    assert merge(*table.read("moments")[:2, 0])[1] == 3 * table.places()[:2, 3].sum()

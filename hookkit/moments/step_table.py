@@ -147,7 +147,7 @@ class StepTable:
             arrays[name] = new
         places = np.empty((capacity, 4), np.int64)
         places[:n] = self._places[:n]
-        vars(self).update(rows=rows, _arrays=arrays, _places=places)
+        self.rows, self._arrays, self._places = rows, arrays, places
 
     def _halve(self) -> None:
         """Merges each column with its neighbour; of an odd number the last one stays as it is."""
@@ -162,8 +162,8 @@ class StepTable:
         places = np.empty_like(self._places)
         places[: half + odd] = self._places[: self._n : 2]
         places[:half, 3] += self._places[1 : 2 * half : 2, 3]
-        # at once: Ctrl-C comes before this or after it
-        vars(self).update(_n=half + odd, stride=2 * self.stride, _arrays=arrays, _places=places)
+        self._n, self.stride = half + odd, 2 * self.stride
+        self._arrays, self._places = arrays, places
 
     # --- reading
 

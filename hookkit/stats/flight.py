@@ -129,7 +129,7 @@ class FlightRecorder(HookCallback):
         if self.recording:
             place = self.learn.n_steps, self.learn.epoch, self.learn.train_iter
             self._memory.batches.append(batch := Batch(*place))
-            self._unread = [*self._unread, batch]
+            self._unread.append(batch)
 
     def after_pred(self) -> None:
         """The model has returned: a layer called on its own now counts if it makes the loss."""
