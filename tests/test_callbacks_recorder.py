@@ -196,27 +196,19 @@ def test_what_is_no_metric_is_refused_with_what_is(metrics: Any) -> None:
         quiet(metrics=[metrics] if metrics == 3 else metrics).fit(1)
 
 
-@pytest.mark.parametrize("train", [False, True])
-def test_torchmetrics_are_metrics_and_each_of_a_collection_is_a_column(train: bool) -> None:
+def test_torchmetrics_are_metrics_and_each_of_a_collection_is_a_column() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     one = torchmetrics.MeanAbsoluteError()
     several = {"mae": torchmetrics.MeanAbsoluteError(), "mse": torchmetrics.MeanSquaredError()}
     both = torchmetrics.MetricCollection(several, prefix="my_")
-    learn = quiet(
-        metrics=[one, both, torchmetrics.MeanSquaredError, mae],
-        cbs=[TrainEvalCallback, Recorder(train_metrics=train)],
-        default_cbs=False,
-    )
+    learn = quiet(metrics=[one, both, torchmetrics.MeanSquaredError, mae])
 
     learn.fit(2)
 
     row = learn.recorder.rows()[-1]
-    for part in ("train_", "valid_") if train else ("",):
-        maes = row[f"{part}meanabsoluteerror"], row[f"{part}my_mae"], row[f"{part}mae"]
-        assert maes == pytest.approx([row[f"{part}mae"]] * 3)
-        assert row[f"{part}my_mse"] == pytest.approx(row[f"{part}meansquarederror"])
-    assert row["valid_loss"] == pytest.approx(row["valid_my_mse" if train else "my_mse"])
-    assert len(learn.recorder.log) == len(learn.recorder.metric_names) == 9 + 5 * train
+    assert (row["meanabsoluteerror"], row["my_mae"]) == pytest.approx([row["mae"]] * 2)
+    assert (row["my_mse"], row["meansquarederror"]) == pytest.approx([row["valid_loss"]] * 2)
+    assert len(learn.recorder.log) == len(learn.recorder.metric_names) == 9
 
 
 def at_most(pred: Tensor, y: Tensor, n: int) -> Tensor:
@@ -240,26 +232,6 @@ def test_two_metrics_of_one_name_are_refused_until_one_has_a_name_of_its_own() -
     learn.fit(1)
     row = learn.recorder.rows()[0]
     assert (row["at_most"], row["at_most_2"]) == (1, 2)
-
-
-def test_train_metrics_are_columns_of_their_own() -> None:
-    def zero(pred: Tensor, y: Tensor) -> Tensor:
-        return pred.mean() * 0
-
-    def one(pred: Tensor, y: Tensor) -> Tensor:
-        return pred.mean() * 0 + 1
-
-    cbs = [TrainEvalCallback, Recorder(train_metrics=True, add_time=False)]
-    learn = quiet(default_cbs=False, metrics=[mae, zero, one], cbs=cbs)
-
-    learn.fit(1)
-
-    names = learn.recorder.metric_names
-    assert names[:3] == ["epoch", "train_loss", "train_mae"]
-    assert names[5:7] == ["valid_loss", "valid_mae"]
-    assert all(isinstance(v, float) for v in learn.recorder.values[0])
-    assert learn.recorder.values[0][2:4] == learn.recorder.values[0][-2:] == [0, 1]
-    assert len(learn.recorder.log) == len(names) == 9
 
 
 def test_a_callback_that_validates_other_data_leaves_the_epochs_row_alone() -> None:
@@ -305,12 +277,12 @@ def test_a_part_that_every_other_epoch_leaves_out_is_none_and_not_the_last_one_a
     ]
     for cb in skips:
         cb.order = order
-    recorder = Recorder(train_metrics=True)
+    recorder = Recorder()
     learn = quiet(metrics=mae, cbs=[TrainEvalCallback, recorder, *skips], default_cbs=False)
 
     learn.fit(4)
 
-    assert [[v is None for v in row] for row in recorder.values] == [[False] * 4, [True] * 4] * 2
+    assert [[v is None for v in row] for row in recorder.values] == [[False] * 3, [True] * 3] * 2
 
 
 @pytest.mark.parametrize("n_acc", [1, 4])

@@ -147,7 +147,6 @@ def failed(learn: Learner) -> None:
         lambda learn: (learn.freeze(), learn.fit(1), learn.unfreeze()),
         lambda learn: learn.summary(),
         lambda learn: (learn.fit(1, cbs=[ActivationStats(), ParamStats()]), learn.diagnose()),
-        lambda learn: learn.__enter__().__exit__(None, None, None),
         failed,
     ],
 )
