@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from hookkit.checks import check_flag, check_function, check_module
-from hookkit.errors import ArgumentError, HookError
 from hookkit.hooks.attach import called, recomputing
 from hookkit.hooks.block import KINDS, Block
 from hookkit.hooks.collection import Hooks
@@ -45,24 +44,13 @@ def hook_tensor(t: Tensor) -> TensorHook:
         A `TensorHook`, registered already: `.stored`, `.remove()`; also a context manager.
 
     Raises:
-        ArgumentError: `t` is no tensor.
-        HookError: `t` requires no gradient.
+        RuntimeError: PyTorch's own, if `t` requires no gradient.
 
     >>> y = torch.ones(2, requires_grad=True) + 2
     >>> with hook_tensor(y) as h: (y**2).sum().backward()
     >>> h.stored
     tensor([6., 6.])
     """
-    if not isinstance(t, Tensor):
-        raise ArgumentError(
-            f"hook_tensor: expected a tensor, found {type(t).__name__}. For what a module returns "
-            "use hook_output(module, grad=True)."
-        )
-    if not t.requires_grad:
-        raise HookError(
-            f"hook_tensor: this {describe(t)} tensor does not require a gradient. "
-            "Compute it from parameters or inputs with requires_grad=True, outside no_grad."
-        )
     hook = TensorHook()
 
     def keep(grad: Tensor) -> None:
@@ -93,7 +81,8 @@ def hook_all(
         The hook, registered already: `.remove()`; also a context manager.
 
     Raises:
-        ArgumentError: `hook_func` is no function, `types` no module classes, or `pre` no flag.
+        ArgumentError: `hook_func` is no function, or `pre` neither True nor False.
+        TypeError: `types` has what is no class.
 
     >>> seen = []
     >>> with hook_all(lambda m, i, o: seen.append(tuple(o.shape)), nn.Linear):
@@ -103,14 +92,10 @@ def hook_all(
     """
     kind = "pre" if check_flag("hook_all", "pre", pre) else "forward"
     func = check_function("hook_all", hook_func, *KINDS[kind])
-    wanted: Any = types if isinstance(types, tuple) else (types,)
-    if not all(isinstance(t, type) and issubclass(t, nn.Module) for t in wanted):
-        raise ArgumentError(
-            f"hook_all: types must be module classes, found {types!r}. Pass nn.Linear, or a tuple."
-        )
+    isinstance(None, types)  # Python's error now, and not in the first call
 
     def call(module: nn.Module, args: Any, *output: Any) -> None:
-        if isinstance(module, wanted) and not recomputing():
+        if isinstance(module, types) and not recomputing():
             called(func, module, *[tmap(Tensor.detach, x) for x in (Inputs(args), *output)])
 
     hook = GlobalHook()
