@@ -100,6 +100,7 @@ def test_a_recorder_is_copied_with_its_records(i: int, during: bool, way: Any) -
 @pytest.mark.slow
 @each_way
 def test_a_learner_is_copied_with_its_recorders_and_trains_on(way: Any) -> None:
+    pytest.importorskip("tqdm")
     learn = synth_learner(cbs=[*recorders(), ProgressCallback])
     with learn.no_logging():
         learn.fit(1)

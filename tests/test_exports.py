@@ -53,7 +53,6 @@ from hookkit.fastai import *
 assert Learner == Callback == DataLoaders == Recorder == "fastai's"
 assert hook_outputs and ActivationStats and model_sizes
 import hookkit
-assert hookkit.plotting.__all__
 try:
     hookkit.sumary
 except AttributeError as e:
