@@ -1,0 +1,489 @@
+"""What cannot work is refused before anything has changed, with the words that name the cure.
+
+One table for the whole library's common slips. A room's own options are refused in its own file.
+"""
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from names import names
+from torch import Tensor, nn
+
+import hookkit
+from hookkit import (
+    ActivationStats,
+    DataLoaders,
+    Hook,
+    HookCallback,
+    Hooks,
+    Learner,
+    LogTo,
+    edit_grad,
+    edit_input,
+    edit_output,
+    edit_outputs,
+    feature_extractor,
+    hook_all,
+    hook_function,
+    hook_inputs,
+    hook_output,
+    hook_outputs,
+    select,
+    summary,
+    swap,
+    watch,
+    zero,
+)
+from hookkit.checks import (
+    OfLast,
+    check_callable,
+    check_choice,
+    check_flag,
+    check_function,
+    check_module,
+    check_number,
+    check_path,
+    kind_of,
+    shown,
+)
+from hookkit.errors import (
+    ArgumentError,
+    HookkitError,
+    HookkitWarning,
+    MissingExtraError,
+    OptionError,
+    SelectionError,
+    missing_extra,
+    nearest,
+)
+from hookkit.swapping import Wrapper
+from hookkit.testing import synth_learner
+
+LINEAR, X = nn.Linear(2, 2), torch.ones(1, 2)
+SEEN = ("module", "input", "output")
+
+
+def captured() -> Hooks:
+    """The hooks of a Linear(2, 2) that is called "fc1", after one call."""
+    model = nn.ModuleDict({"fc1": nn.Linear(2, 2)})
+    with hook_outputs(select(model, "fc1")) as h:
+        model["fc1"](X)
+    return h
+
+
+def function(f: Any) -> Callable[[], Any]:
+    return lambda: check_function("Hook", f, *SEEN)
+
+
+FORM = r".*Give f\(module, input, output\), or f\(output\)"
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    # flags
+    *(
+        (
+            partial(check_flag, "f", "cpu", value, "So there"),
+            ArgumentError,
+            r"f\(cpu=.*\): give True or False\. So there",
+        )
+        for value in ("no", None, 2, 0.0, [], nn.ReLU())
+    ),
+    # numbers
+    *(
+        (
+            partial(check_number, "f", "k", value, 0, 10, what="a size"),
+            OptionError,
+            r"f\(k=.*k is a size\. Give a number from 0 to 10\.",
+        )
+        for value in ("1", None, True, float("nan"), float("inf"), 1j, -1, 11)
+    ),
+    (lambda: check_number("f", "k", 0, above=0, below=1), OptionError, "above 0 below 1"),
+    (lambda: check_number("f", "k", 1, above=0, below=1), OptionError, "above 0 below 1"),
+    (lambda: check_number("f", "k", 3.0, 1, whole=True), OptionError, "a whole number from 1"),
+    # words
+    (
+        lambda: check_choice("f", "keep", "al", ("last", "all")),
+        OptionError,
+        r'keep=\'al\'\): give one of "last", "all"\. Did .*"all"',
+    ),
+    # paths
+    *(
+        (
+            partial(check_path, "save", path, "file"),
+            ArgumentError,
+            r"save\(file=.*give the path of a file",
+        )
+        for path in ("", " ", "a\0b", b"x", 3, None, ["a"])
+    ),
+    # modules
+    *(
+        (
+            partial(check_module, "f", module),
+            ArgumentError,
+            rf"expected an nn\.Module, found {text}",
+        )
+        for module, text in (
+            (nn.ReLU, r"the class ReLU\. Call the class"),
+            ("fc", r'the string "fc"\. select'),
+            (None, "None"),
+            (3, "an int"),
+            ([nn.ReLU()], "a list"),
+            (lambda x: x, "a function"),
+        )
+    ),
+    (lambda: edit_output("fc1", zero()), ArgumentError, r'"fc1"\. Pass select\(model, "fc1"\)'),
+    (lambda: hook_output("fc1"), ArgumentError, r'hook_outputs\(select\(model, "fc1"\)\)'),
+    (lambda: hook_outputs([]), OptionError, "no module was given"),
+    (lambda: hook_inputs([]), OptionError, "no module was given"),
+    (lambda: edit_outputs([], zero()), OptionError, "no module was given"),
+    # functions
+    (function(3), ArgumentError, "Hook: hook_func .*found an int" + FORM),
+    (function("f"), ArgumentError, "found a str" + FORM),
+    (function(nn.ReLU), ArgumentError, "found the class ReLU" + FORM),
+    (function(lambda a, b: a), ArgumentError, r"<lambda>\(a, b\) takes 2 arguments" + FORM),
+    (function(lambda: 0), ArgumentError, r"<lambda>\(\) takes 0 arguments" + FORM),
+    (function(lambda a, b, c, d: a), ArgumentError, r"\(a, b, c, d\) takes 4 arguments" + FORM),
+    (function(lambda a, b, c, *, k: a), ArgumentError, "needs k= by keyword" + FORM),
+    (function(nn.Bilinear(1, 1, 1)), ArgumentError, "Bilinear.* takes 2 arguments" + FORM),
+    (
+        lambda: check_callable("Learner", "loss_func", 3),
+        ArgumentError,
+        r"Learner\(loss_func=3\): expected a function, found an int\. Give a function\.",
+    ),
+    (
+        lambda: check_callable("Learner", "loss_func", nn.MSELoss),
+        ArgumentError,
+        r"loss_func=MSELoss.*Call the class: MSELoss\(\)\.",
+    ),
+    # what was stored is in `.stored`
+    (lambda: captured()["fc1"].shape, AttributeError, r"Write \.stored\.shape\."),
+    (lambda: captured()["fc1"].output, AttributeError, r"Write \.stored\."),
+    (
+        lambda: captured()["fc1"].stord,
+        AttributeError,
+        r"nearest: \.stored; what it stored is in \.stored\.",
+    ),
+    (lambda: captured().fc1, AttributeError, r'read by name: h\["fc1"\]\.'),
+    (lambda: captured().nothing, AttributeError, r"Hooks have no 'nothing'\.$"),
+    # data, targets, names
+    (
+        lambda: DataLoaders([1], (batch for batch in [1])),
+        ArgumentError,
+        r"valid loader is a generator.*only once\. Give a",
+    ),
+    (lambda: LogTo("wandb"), OptionError, r"import wandb; LogTo\(wandb\)"),
+    (lambda: LogTo("runs"), OptionError, "SummaryWriter"),
+    (lambda: hookkit.hook_otput, AttributeError, "'hookkit' has no attribute 'hook_otput'"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED, ids=lambda part: str(part)[:60])
+def test_it_is_refused_with_the_words_that_name_the_cure(
+    call: Callable[[], Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        call()
+
+
+@pytest.mark.parametrize("value", ["x", [1], object()])
+def test_the_values_of_an_epoch_are_numbers(value: Any) -> None:
+    with (
+        watch(LINEAR, None, ActivationStats()) as w,
+        pytest.raises(ArgumentError, match=r"w\.epoch\(valid_loss=.*expected a number"),
+    ):
+        w.epoch(valid_loss=value)
+
+
+def test_a_size_for_a_model_that_takes_whole_numbers() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(48, 2))
+
+    with pytest.raises(RuntimeError) as e:
+        summary(model, (12,))
+
+    cure = "summary(model, torch.zeros(1, 12, dtype=torch.long))"
+    assert e.value.__notes__[-1].endswith(cure)
+    assert eval(cure, {"summary": summary, "model": model, "torch": torch}).n_params == 138
+
+
+# --- every flag of every public function
+
+
+def learner(**options: Any) -> Learner:
+    return Learner(([(X, X)], None), nn.Linear(2, 2), F.mse_loss, **options)
+
+
+GIVEN: dict[str, Callable[..., Any]] = {
+    "Hook": partial(Hook, LINEAR, None),
+    "Hooks": partial(Hooks, [LINEAR], None),
+    "FeatureExtractor": partial(hookkit.FeatureExtractor, LINEAR, {"": ("", "")}),
+    "Learner": learner,
+    "SchedulerCallback": partial(hookkit.SchedulerCallback, torch.optim.lr_scheduler.ConstantLR),
+    "collect": lambda **kw: hookkit.collect(LINEAR, [X], "", "acts", **kw),
+    "compare_models": partial(hookkit.compare_models, LINEAR, LINEAR, X),
+    "activation_stream": partial(hookkit.activation_stream, LINEAR, [X], ""),
+    "edit_attention": partial(hookkit.edit_attention, LINEAR, zero()),
+    "edit_function": partial(hookkit.edit_function, torch.relu, zero()),
+    "edit_input": partial(edit_input, LINEAR, zero()),
+    "edit_inputs": partial(hookkit.edit_inputs, [LINEAR], zero()),
+    "edit_output": partial(edit_output, LINEAR, zero()),
+    "edit_outputs": partial(edit_outputs, [LINEAR], zero()),
+    "feature_extractor": partial(feature_extractor, LINEAR, ""),
+    "hook_all": partial(hook_all, print),
+    "hook_tensor": partial(hookkit.hook_tensor, torch.ones(1, requires_grad=True)),
+    "summary": partial(summary, LINEAR, X),
+    "watch": partial(watch, LINEAR),
+    "ParamStats.grad_norms": lambda **kw: hookkit.ParamStats().grad_norms(**kw),
+    "hook_attention": partial(hookkit.hook_attention, LINEAR),
+    "hook_function": partial(hook_function, torch.relu),
+    "hook_input": partial(hookkit.hook_input, LINEAR),
+    "hook_inputs": partial(hook_inputs, [LINEAR]),
+    "hook_output": partial(hook_output, LINEAR),
+    "hook_outputs": partial(hook_outputs, [LINEAR]),
+}
+"""How to call what has arguments without a default, but for the flag that is tried."""
+
+MADE_HERE = {"Watcher", "ParamStats.record", "Recorder.plot_loss", "Hook.listen", "Summary.text"}
+MADE_HERE |= {"Summary.html", "GlobalHook", "Diagnosis", "Finding", "FunctionHooks"}
+MADE_HERE |= {"CSVLogger", "EarlyStoppingCallback", "SaveModelCallback", "SchedulerCallback"}
+MADE_HERE |= {"Learner", "Recorder"}  # whose options are Python's to refuse
+"""Made by hookkit itself, or checked by a test of its own folder."""
+
+
+def flags() -> Iterator[tuple[str, str]]:
+    """(function, argument) of every argument of the public names that is annotated as a bool."""
+    for name, thing in names().items():
+        if not callable(thing) or (isinstance(thing, type) and issubclass(thing, BaseException)):
+            continue
+        methods = vars(thing).items() if isinstance(thing, type) else ()
+        public = [(f"{name}.{k}", f) for k, f in methods if k[0] != "_" and inspect.isfunction(f)]
+        has_own = not isinstance(thing, type) or thing.__init__ is not dict.__init__
+        for full, f in [(name, thing), *public] if has_own else public:
+            for p in inspect.signature(f).parameters.values():
+                made = {full, name} & MADE_HERE
+                if str(p.annotation).replace(" | None", "") == "bool" and not made:
+                    yield full, p.name
+
+
+@pytest.mark.parametrize(("name", "flag"), list(flags()))
+def test_every_flag_of_every_public_function_is_checked(name: str, flag: str) -> None:
+    call = GIVEN.get(name) or getattr(hookkit, name)
+
+    with pytest.raises(ArgumentError, match=rf"{flag}='no'\): give True or False"):
+        call(**{flag: "no"})
+
+    assert not LINEAR._forward_hooks
+    assert not LINEAR._forward_pre_hooks
+
+
+# --- what is taken
+
+
+@pytest.mark.parametrize("value", [True, False, np.True_, 0, 1])
+def test_a_flag_is_true_or_false(value: Any) -> None:
+    assert check_flag("f", "cpu", value) is bool(value)
+
+
+def test_values_are_given_back_as_what_they_mean() -> None:
+    assert check_number("f", "k", 0.5, above=0, below=1) == 0.5
+    assert type(check_number("f", "k", np.int64(3), 1, whole=True)) is int
+    assert check_choice("f", "keep", "all", ("last", "all")) == "all"
+    assert check_path("save", "a/b.npz") == check_path("save", Path("a/b.npz")) == Path("a/b.npz")
+    assert check_callable("Learner", "loss_func", len) is len
+    assert check_callable("Learner", "loss_func", None) is None
+
+
+class Method:
+    def three(self, module: Any, inputs: Any, output: Any) -> Any:
+        return output
+
+    def one(self, output: Any) -> Any:
+        return output
+
+    def __call__(self, output: Any) -> Any:
+        return output
+
+
+def with_default(module: Any, inputs: Any, output: Any, scale: float = 2.0) -> Any:
+    return output
+
+
+def only_the_module_is_required(module: Any, inputs: Any = None, output: Any = None) -> Any:
+    return output
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        with_default,
+        only_the_module_is_required,
+        lambda module, *others: others[-1],
+        lambda m, i=(), o=0: o,
+        lambda *all_: all_[-1],
+        Method().three,
+        partial(with_default),
+    ],
+)
+def test_a_function_of_three_arguments_gets_all(f: Callable[..., Any]) -> None:
+    made = check_function("Hook", f, *SEEN)
+
+    assert made is f
+    assert made(None, (), 5) == 5
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        len,
+        torch.mean,
+        np.mean,
+        F.relu,
+        F.softmax,
+        nn.ReLU(),
+        lambda o: o,
+        lambda o, name="a", k=2: o,
+        lambda o=None: o,
+        Method().one,
+        Method(),
+        partial(with_default, None, ()),
+        torch.Tensor.float,
+    ],
+    ids=lambda f: getattr(f, "__name__", type(f).__name__),
+)
+def test_a_function_of_one_argument_gets_the_output(f: Callable[..., Any]) -> None:
+    made = check_function("Hook", f, *SEEN)
+
+    assert isinstance(made, OfLast)
+    assert made.f is f
+
+
+def test_every_public_function_takes_a_function_of_one_argument() -> None:
+    net, x = nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.ones(1, 2, requires_grad=True)
+    seen: list[Any] = []
+
+    with (
+        Hook(net[0], torch.mean) as mean,
+        Hook(net[0], len, is_forward=False) as n_grads,
+        Hooks(net, lambda o: o.shape) as shapes,
+        Hook(net[0], lambda i: len(i), pre=True) as n_inputs,
+        hook_all(lambda o: seen.append(o.shape), nn.ReLU),
+    ):
+        net(x).sum().backward()
+    with edit_output(net[1], torch.zeros_like), edit_input(net[0], lambda i: i[0] * 2):
+        edited = net(x)
+    x.grad = None
+    with edit_grad(net[0], lambda g: g * 0):
+        net(x).sum().backward()
+    callback = HookCallback(modules="", hook=lambda o: tuple(o.shape))
+    with synth_learner(cbs=callback).no_logging() as learn:
+        learn.fit(1)
+
+    assert mean.stored.shape == ()
+    assert mean.hook_func is torch.mean
+    assert [tuple(s) for s in shapes.stored] == [(1, 3), (1, 3)]
+    assert n_inputs.stored == n_grads.stored == len(seen) == 1
+    assert not edited.any()
+    assert x.grad is not None
+    assert not x.grad.any()
+    assert callback.hooks.stored[0] == (16, 1)
+    assert list(select(net, lambda m: isinstance(m, nn.ReLU))) == ["1"]
+
+
+def test_a_function_of_the_output_is_copied() -> None:
+    made = check_function("Hook", len, *SEEN)
+
+    assert pickle.loads(pickle.dumps(made))(None, (), [1, 2]) == 2
+    assert copy.deepcopy(made)(None, (), [1]) == 1
+
+
+# --- how messages are made
+
+
+def test_shown_gives_the_kind_of_an_object_that_cannot_be_printed() -> None:
+    class Mute:
+        def __repr__(self) -> str:
+            raise RuntimeError("no text")
+
+    assert shown(Mute()) == "a Mute"
+    assert shown([1] * 100).endswith("…")
+    assert kind_of(nn.ReLU) == "the class ReLU"
+
+
+def test_errors_say_what_is_near_and_what_to_install() -> None:
+    assert nearest("encoder.layer.0", ["encoder.layers.0", "mask", "head"]) == ["encoder.layers.0"]
+    assert nearest("zzz", ["encoder", "head"]) == []
+    assert str(SelectionError('no "a"')) == 'no "a"'  # not quoted, as a KeyError's would be
+    assert 'pip install "hookkit[plot]"' in str(missing_extra("matplotlib", "plot", "draw"))
+    assert issubclass(MissingExtraError, (HookkitError, ImportError))
+
+
+# --- warnings
+
+
+class Net(nn.Module):
+    """It never calls `idle`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act, self.idle = nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.act(self.fc(x))
+        return out
+
+
+def captures(net: Net) -> None:
+    with hook_outputs([net.idle]):
+        net(X)
+
+
+def reads_what_was_overwritten(net: Net) -> None:
+    h = hook_outputs([net.fc], detach=False)
+    net(X)
+    _ = h.stored
+
+
+def sees_no_function(net: Net) -> None:
+    with hook_function(F.softmax):
+        net(X)
+
+
+def edits(net: Net) -> None:
+    with edit_output(net.idle, zero()):
+        net(X)
+
+
+def swaps(net: Net) -> None:
+    with swap(net, {"idle": Wrapper}):
+        net(X)
+
+
+def extracts(net: Net) -> None:
+    feature_extractor(net, "idle")(X)
+
+
+def watches(net: Net) -> None:
+    with watch(net, None, ActivationStats()):
+        for _ in range(3):
+            net(X).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "act",
+    [captures, reads_what_was_overwritten, sees_no_function, edits, swaps, extracts, watches],
+)
+def test_a_warning_names_the_users_line_however_deep_it_comes_from(
+    act: Callable[[Net], None],
+) -> None:
+    with pytest.warns(HookkitWarning) as caught:
+        act(Net())
+
+    assert {w.filename for w in caught} == {__file__}
+    first = act.__code__.co_firstlineno
+    assert all(first < w.lineno < first + 5 for w in caught)
