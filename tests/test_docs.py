@@ -1,6 +1,5 @@
 """The site's pages: each block runs and prints what is shown, and each public name is described."""
 
-import inspect
 import json
 import re
 from pathlib import Path
@@ -75,6 +74,15 @@ def test_the_reference_has_every_public_name() -> None:
     assert public - described() == set()
 
 
+def test_every_link_of_the_questions_leads_to_a_page_and_every_name_exists() -> None:
+    text = (DOCS / "questions.md").read_text()
+    pages = re.findall(r"\]\(([^)]+)\)", text)
+    calls = set(re.findall(r"[`(]([A-Za-z_]\w+)\(", text)) - {"print", "SummaryWriter"}
+
+    assert [page for page in pages if not (DOCS / page).exists()] == []
+    assert [name for name in calls if not hasattr(hookkit, name)] == ["HookkitCallback"]
+
+
 def test_every_page_is_in_a_list_of_pages() -> None:
     listed = set()
     for page in PAGES:
@@ -112,43 +120,3 @@ def test_the_guide_for_contributors_names_what_exists() -> None:
 
 def test_the_citation_is_of_this_version() -> None:
     assert f"\nversion: {hookkit.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-
-
-# Made by a function, which documents what goes in: their constructors are not for users.
-RESULTS = {
-    "Comparison",
-    "Diagnosis",
-    "FeatureExtractor",
-    "FunctionHooks",
-    "Selection",
-    "Summary",
-    "Watcher",
-}
-
-
-def callables() -> list[tuple[str, Any]]:
-    """Public functions, and classes that a user makes, by name."""
-    found = {n: getattr(plotting, n) for n in plotting.__all__} | names()
-    errors = {n for n, o in found.items() if isinstance(o, type) and issubclass(o, BaseException)}
-    return [(n, o) for n, o in sorted(found.items()) if n not in RESULTS | errors]
-
-
-@pytest.mark.parametrize(("name", "thing"), callables(), ids=[n for n, _ in callables()])
-def test_every_argument_is_described(name: str, thing: Any) -> None:
-    text = inspect.getdoc(thing) or ""
-    described = text.partition("Args:")[2] + text.partition("Attributes:")[2]
-    names = [n for n in inspect.signature(thing).parameters if n not in ("self", "events")]
-
-    # alone in its line, or with its neighbours: `detach, cpu: …`
-    assert [n for n in names if not re.search(rf"^ .*\b{n}\b[\w, *]*:", described, re.M)] == []
-    if inspect.isfunction(thing):
-        assert "Returns:" in text
-
-
-@pytest.mark.parametrize(("name", "thing"), callables(), ids=[n for n, _ in callables()])
-def test_every_function_has_an_example(name: str, thing: Any) -> None:
-    if thing in vars(plotting).values():
-        pages = "".join((DOCS / p).read_text() for p in PAGES)
-        assert f"{name}(" in pages  # a picture's example is where the picture is
-    else:
-        assert ">>> " in (inspect.getdoc(thing) or "")

@@ -4,7 +4,6 @@ Imports within functions count as well: a name is known wherever it is imported.
 """
 
 import ast
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,15 +124,6 @@ def test_imports_point_up_the_rows(path: Path) -> None:
 @pytest.mark.slow
 def test_no_module_imports_itself_over_others() -> None:
     assert cycle(module_graph()) == []
-
-
-def test_the_page_on_the_architecture_has_these_rows() -> None:
-    page = Path(__file__).parent.parent / "docs" / "develop" / "architecture.md"
-
-    lines = re.findall(r"^\| (\d+) \| ([^|]+) \|", page.read_text(), re.M)
-
-    assert [set(re.findall(r"`(\w+)`", names)) for _, names in lines] == ROWS
-    assert [int(number) for number, _ in lines] == list(range(len(ROWS)))
 
 
 def test_the_exceptions_are_needed() -> None:
