@@ -1,7 +1,6 @@
 """`MixedPrecision`: autocast, a scaled loss, and steps that are left out."""
 
 import math
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,17 +14,14 @@ from hookkit import (
     Callback,
     CancelBackwardException,
     CancelBatchException,
-    CancelFitException,
     CancelStepException,
     GradientAccumulation,
     GradientClip,
     GradientStats,
     Learner,
     MixedPrecision,
-    OptionError,
     ParamStats,
     SchedulerCallback,
-    watch,
 )
 
 SCALE = 256.0  # torch's first scale overflows in the first steps: it is found by trial
@@ -178,33 +174,3 @@ def test_the_batches_after_a_cancelled_one_are_trained(event: str, kind: Any, n_
     learn.fit(1)
 
     assert learn.n_steps == n_steps
-
-
-@pytest.mark.parametrize("error", [ValueError, CancelFitException, KeyboardInterrupt])
-def test_everything_is_as_before_however_the_fit_ends(error: Any) -> None:
-    def fail(cb: Any) -> None:
-        raise error
-
-    learn = learner(MixedPrecision(), Callback(after_pred=fail))
-    with suppress(ValueError, KeyboardInterrupt):
-        learn.fit(1)
-
-    assert not torch.is_autocast_enabled("cpu")
-    with learn.autocast():
-        assert learn.model(X).dtype is torch.float32
-
-
-def test_what_would_do_nothing_is_an_error_with_the_cure() -> None:
-    with pytest.raises(OptionError, match=r'amp_mode=.*"fp16", "bf16"'):
-        MixedPrecision("fp8")
-    with pytest.raises(OptionError, match="only the loss of float16 is scaled"):
-        MixedPrecision("bf16", init_scale=2.0)
-    learn = learner(MixedPrecision("bf16"))
-    in_watch = pytest.raises(OptionError, match=r"in watch use torch\.autocast")
-    with in_watch, watch(learn.model, None, MixedPrecision("bf16")):
-        pass
-
-    pytest.importorskip("accelerate")
-    accelerates = r'use learn.distrib_ctx\(mixed_precision="bf16"\)'
-    with learn.distrib_ctx(cpu=True), pytest.raises(OptionError, match=accelerates):
-        learn.fit(1)

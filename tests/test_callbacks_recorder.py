@@ -190,12 +190,6 @@ class OfFastai:
         return 0.0
 
 
-@pytest.mark.parametrize("metrics", [["accuracy"], 3, OfFastai()])
-def test_what_is_no_metric_is_refused_with_what_is(metrics: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"give a function of \(pred, target\), or an object"):
-        quiet(metrics=[metrics] if metrics == 3 else metrics).fit(1)
-
-
 def test_torchmetrics_are_metrics_and_each_of_a_collection_is_a_column() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     one = torchmetrics.MeanAbsoluteError()

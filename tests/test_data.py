@@ -14,8 +14,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from hookkit.data import DataLoaders, batch_size, split_batch, to_device
-from hookkit.errors import ArgumentError, ModelRunError, SelectionError
+from hookkit.data import DataLoaders, split_batch, to_device
+from hookkit.errors import ModelRunError, SelectionError
 
 BATCHES = [(torch.ones(4, 2), torch.zeros(4))] * 3
 
@@ -42,12 +42,6 @@ def test_loaders_by_name_by_index_and_in_turn() -> None:
         dls[3]
     with pytest.raises(ModelRunError, match=r"loader 0 gave no batch.*drop_last"):
         DataLoaders([]).one_batch()
-
-
-@pytest.mark.parametrize("bad", [None, "cuda", torch.ones(3), {"x": 1}])
-def test_a_loader_must_give_batches(bad: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"The train loader is .*Give a torch DataLoader"):
-        DataLoaders(bad)
 
 
 def test_one_batch_draws_no_random_numbers() -> None:
@@ -121,14 +115,6 @@ def test_a_batch_splits_into_inputs_and_targets(
     batch: Any, n_inp: int | None, xb: tuple[Any, ...], yb: tuple[Any, ...]
 ) -> None:
     assert split_batch(batch, n_inp) == (xb, yb)
-
-
-@pytest.mark.parametrize(
-    ("batch", "n"),
-    [(torch.ones(3, 2), 3), ((None, torch.ones(4)), 4), ({"a": torch.ones(5)}, 5), ("text", 1)],
-)
-def test_the_batch_size_is_the_first_tensors(batch: Any, n: int) -> None:
-    assert batch_size(batch) == n
 
 
 def test_a_device_without_a_number_is_the_one_that_tensors_report(gpu: torch.device) -> None:

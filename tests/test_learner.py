@@ -1,9 +1,9 @@
 """Learner: every way to use one, on every kind of batch; nothing left behind; clear errors."""
 
 import copy
-import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from operator import gt
 from typing import Any
 
 import numpy as np
@@ -22,18 +22,22 @@ from torch.utils.data import (
 
 from hookkit.callbacks import (
     Callback,
+    EarlyStoppingCallback,
     GradientAccumulation,
     GradientClip,
+    LogTo,
     MixedPrecision,
     ProgressCallback,
+    SaveModelCallback,
     TrainEvalCallback,
 )
 from hookkit.data import DataLoaders
-from hookkit.errors import ArgumentError, HookkitWarning, ModelRunError, OptionError
+from hookkit.errors import HookkitError, HookkitWarning, ModelRunError
 from hookkit.learner import Learner
 from hookkit.recording import HookCallback
 from hookkit.stats import ActivationStats, GradientStats
 from hookkit.testing import RegModel, mlp, synth_dbunch, synth_learner
+from hookkit.watching import watch
 
 # --- it trains
 
@@ -221,24 +225,9 @@ def test_a_loader_whose_length_raises_is_one_without_a_length() -> None:
     assert (learn.n_steps, learn.n_iter) == (6, None)
     assert preds.shape == (12, 1)
     assert "? + ? batches" in repr(learn)
-    with pytest.raises(OptionError, match=r"length of the training loader, which has none"):
-        learn.fit_one_cycle(1)
 
 
 # --- the loss
-
-
-def test_training_without_a_loss_or_without_targets_is_reported() -> None:
-    with pytest.raises(ModelRunError, match=r"Training needs a loss; .*Give Learner\(…, loss"):
-        plain(synth_dbunch(), RegModel()).fit(1)
-    with pytest.raises(ModelRunError, match=r"the batch has no target: \(4×1,\) is all input"):
-        quiet(data=([torch.ones(4, 1)] * 2, None)).fit(1)
-
-
-@pytest.mark.parametrize(("loss", "said"), [(3.0, "3.0"), ((torch.ones(()), 1), "(scalar, 1)")])
-def test_a_loss_that_is_no_tensor_is_reported(loss: Any, said: str) -> None:
-    with pytest.raises(ModelRunError, match=re.escape(f"; found {said}. Return the")):
-        quiet(loss_func=lambda pred, y: loss).fit(1)
 
 
 def test_the_loss_is_the_datasets_or_a_callbacks_and_one_not_reduced_is_named() -> None:
@@ -381,14 +370,6 @@ def test_predictions_of_items_that_are_no_tensors_are_those_of_all_batches() -> 
         learn.get_preds(dl=[(torch.ones(1, 1), {k: torch.ones(1)}) for k in "ab"])
 
 
-def test_validate_takes_a_loader_by_number_or_by_itself() -> None:
-    learn = quiet()
-    batches = list(learn.dls.valid)
-
-    assert learn.validate() == learn.validate(1) == pytest.approx(learn.validate(dl=batches))
-    assert learn.validate(0) != learn.validate(1)
-
-
 @pytest.mark.parametrize("ask", ["validate", "get_preds"])
 @pytest.mark.parametrize("event", ["before_batch", "after_pred", "after_loss", "after_step"])
 def test_validating_during_a_batch_leaves_it_and_its_record_alone(event: str, ask: str) -> None:
@@ -421,40 +402,108 @@ def test_validating_during_a_batch_leaves_it_and_its_record_alone(event: str, as
     assert asked[0]["count"].shape == (1, 6)
 
 
-# --- arguments
+# --- what cannot work
 
 
-@pytest.mark.parametrize(
-    ("dls", "model", "options", "said"),
-    [
-        (synth_dbunch(), nn.Linear, {}, "expected an nn.Module, found the class Linear"),
-        (RegModel(), synth_dbunch(), {}, r"The data come first: Learner\(dls, model, loss_func"),
-        ("data", RegModel(), {}, r"Give DataLoaders\(train, valid\), the pair"),
-        ([1, 2, 3], RegModel(), {}, r"Give DataLoaders\(train, valid\), the pair"),
-        (
-            synth_dbunch(),
-            RegModel(),
-            {"opt_func": torch.optim.SGD(RegModel().parameters(), lr=0.1)},
-            r"opt_func=SGD \( .*found a SGD",
-        ),
-    ],
-)
-def test_what_is_no_model_no_data_or_no_optimizer_class_is_refused(
-    dls: Any, model: Any, options: Any, said: str
-) -> None:
-    with pytest.raises(ArgumentError, match=said):
-        Learner(dls, model, **options)
+class OfFastai:
+    """A metric in fastai's form, which can be called with one batch too."""
+
+    def reset(self) -> None: ...
+    def accumulate(self, learn: Any) -> None: ...
+    def __call__(self, pred: Tensor, y: Tensor) -> float:
+        return 0.0
 
 
-@pytest.mark.parametrize("verb", ["fit", "fit_one_cycle"])
-def test_a_learner_without_data_predicts_what_it_is_given_and_says_what_it_needs(verb: str) -> None:
-    learn = Learner(None, RegModel())
+def in_watch() -> None:
+    with watch(RegModel(), None, MixedPrecision("bf16")):
+        pass
 
-    assert learn.get_preds(dl=[(torch.ones(3, 1),)])[0].shape == (3, 1)
-    with pytest.raises(ModelRunError, match=r"this Learner has no data. Make it with DataLoaders"):
-        getattr(learn, verb)(1)
-    with pytest.raises(ModelRunError, match=r"validate: this Learner has no data"):
-        learn.validate()
+
+def in_distrib_ctx(act: Callable[[Any], Any], **options: Any) -> None:
+    pytest.importorskip("accelerate")
+    with (learn := quiet(**options)).distrib_ctx(cpu=True):
+        act(learn)
+
+
+ONES = torch.ones(4, 1)
+FASTAIS = type("SaveModel", (), {"__module__": "fastai.callback.tracker"})
+AT_ONCE: dict[str, Callable[[], Any]] = {  # what was asked, by what is said
+    "expected an nn.Module, found the class Linear": lambda: Learner(synth_dbunch(), nn.Linear),
+    r"data come first: Learner\(dls, model": lambda: Learner(RegModel(), synth_dbunch()),
+    r"Give DataLoaders\(train, valid\), the pair": lambda: Learner("data", RegModel()),
+    r"opt_func=SGD \( .*found a SGD": lambda: quiet(
+        opt_func=torch.optim.SGD(RegModel().parameters(), lr=0.1)
+    ),
+    r"The train loader is a str, which": lambda: DataLoaders("cuda"),
+    r"SaveModel .*fastai(?s:.*)with hookkit\.watch": lambda: quiet(cbs=FASTAIS()),
+    r"n_acc=0\).* whole number from 1": lambda: GradientAccumulation(0),
+    r"patience=0.*Give a whole number from 1": lambda: EarlyStoppingCallback(patience=0),
+    r'amp_mode=.*"fp16", "bf16"': lambda: MixedPrecision("fp8"),
+    "only the loss of float16 is scaled": lambda: MixedPrecision("bf16", init_scale=2.0),
+    r"in watch use torch\.autocast": in_watch,
+    "LogTo: an int was given": lambda: LogTo(3),
+    r'LogTo\("runs"\): a file to log to ends in': lambda: LogTo("runs"),
+    r"import wandb; LogTo\(wandb\)": lambda: LogTo("wandb"),
+    r"LogTo\(statistics='men'\)": lambda: LogTo("a.csv", statistics="men"),
+    "validate: this Learner has no data": lambda: Learner(None, RegModel()).validate(),
+    "the loader gave no batch": lambda: quiet(data=([(ONES, ONES)], [])).get_preds(),
+    r"n=5.*from -1 to 1": lambda: quiet().freeze_to(5),
+    "call it before": lambda: in_distrib_ctx(lambda learn: learn.freeze()),
+    r'distrib_ctx\(mixed_precision="bf16"\)': lambda: in_distrib_ctx(
+        lambda learn: learn.fit(1), cbs=MixedPrecision("bf16")
+    ),
+    "length of the training loader, which has none": lambda: quiet(
+        data=(DataLoader(Stream(), 4), None)
+    ).fit_one_cycle(1),
+    "fit_one_cycle|fit: this Learner has no data": lambda: Learner(None, RegModel()).fit(1),
+    r"all epochs. Give a whole number from 3": lambda: quiet().fit(2, start_epoch=3),
+}
+IN_A_FIT: dict[str, dict[str, Any]] = {  # options of a Learner, by what its fit says
+    r"Training needs a loss; .*Give Learner\(…, loss": {"loss_func": None},
+    r"the batch has no target: \(4×1,\) is all input": {"data": ([ONES] * 2, None)},
+    r"; found 3\.0\. Return the": {"loss_func": lambda pred, y: 3.0},
+    r"; found \(scalar, 1\)\. Return the": {"loss_func": lambda pred, y: (torch.ones(()), 1)},
+    "fit was called inside a fit": {"cbs": Callback(after_epoch=lambda cb: cb.learn.fit(1))},
+    r"splitter returned no parameter, .*requires_grad_": {"model": nn.Identity()},
+    r"lr=.*: the optimizer has 1 parameter groups": {"lr": [1, 2]},
+    r"have lr=\[3\.0\], which each fit would replace": {
+        "splitter": lambda m: [{"params": list(m.parameters()), "lr": 3.0}]
+    },
+    r"metrics='acc.*give a function of \(pred, target": {"metrics": ["accuracy"]},
+    r"metrics=3: give a function of": {"metrics": [3]},
+    r"OfFastai.*an object with reset, update": {"metrics": OfFastai()},
+    r"'acuracy'.*only train_loss, valid_loss\. Give": {"cbs": EarlyStoppingCallback("acuracy", gt)},
+    "'time'.*no such column": {"cbs": SaveModelCallback("time", gt, every_epoch=True)},
+    "none, since there is no Recorder": {"cbs": EarlyStoppingCallback(), "default_cbs": False},
+}
+
+
+@pytest.mark.parametrize("said", AT_ONCE)
+def test_what_cannot_work_is_refused_with_its_cure(said: str) -> None:
+    with pytest.raises(HookkitError, match=said):
+        AT_ONCE[said]()
+
+
+@pytest.mark.parametrize("said", IN_A_FIT)
+def test_what_cannot_work_is_refused_as_a_fit_begins(said: str) -> None:
+    learn = quiet(**IN_A_FIT[said])
+
+    with pytest.raises(HookkitError, match=said):
+        learn.fit(1)
+
+    assert not learn.fitting
+    assert "recorder" not in dir(learn) or learn.recorder.values == []
+
+
+def test_a_validation_without_a_batch_is_a_warning_within_a_fit() -> None:
+    learn = plain((synth_dbunch().train, []), RegModel(), loss_func=nn.MSELoss())
+
+    with pytest.warns(HookkitWarning, match="the validation loader gave no batch"):
+        learn.fit(1)
+
+
+def test_a_learner_without_data_predicts_what_it_is_given() -> None:
+    assert Learner(None, RegModel()).get_preds(dl=[(torch.ones(3, 1),)])[0].shape == (3, 1)
 
 
 def test_gradients_from_before_a_fit_are_no_part_of_its_first_step() -> None:
@@ -468,15 +517,6 @@ def test_gradients_from_before_a_fit_are_no_part_of_its_first_step() -> None:
         return torch.cat(list(learn.model.parameters()))
 
     assert trained(before=True).equal(trained(before=False))
-
-
-def test_a_fit_inside_a_fit_or_without_an_epoch_is_refused() -> None:
-    learn = quiet(cbs=Callback(after_epoch=lambda cb: cb.learn.fit(1)))
-
-    with pytest.raises(OptionError, match=r"fit was called inside a fit of the same Learner"):
-        learn.fit(1)
-    with pytest.raises(OptionError, match=r"all epochs. Give a whole number from 3"):
-        learn.fit(2, start_epoch=3)
 
 
 @pytest.mark.parametrize("fails", ["model", "loss_func", "opt.step"])
@@ -507,17 +547,6 @@ def test_what_goes_wrong_with_a_batch_is_said_beside_pytorchs_own_error() -> Non
     batches = (b for b in [(torch.ones(2, 1), torch.ones(2, 1))] * 3)
     with pytest.raises(ModelRunError, match=r"gave no batch. A generator can be read only once"):
         quiet(data=(batches, None)).fit(2)
-
-
-def test_a_validation_without_a_batch_is_an_error_and_within_a_fit_a_warning() -> None:
-    dls = synth_dbunch().train, []
-    learn = plain(dls, RegModel(), loss_func=nn.MSELoss())
-
-    with pytest.warns(HookkitWarning, match="the validation loader gave no batch"):
-        learn.fit(1)
-    for ask in (learn.validate, learn.get_preds):
-        with pytest.raises(ModelRunError, match="the loader gave no batch"):
-            ask()
 
 
 # --- devices
@@ -601,11 +630,3 @@ def test_a_pass_draws_no_random_number_that_a_fit_would_have_drawn(ask: str) -> 
 
     for was, now in zip(before, (torch.get_rng_state(), train.generator.get_state()), strict=True):
         assert was.equal(now)
-
-
-def test_a_callback_of_fastais_is_answered_with_what_works() -> None:
-    fastais = type("SaveModel", (), {"__module__": "fastai.callback.tracker"})
-
-    for where in (lambda: quiet(cbs=fastais()), lambda: quiet().fit(1, cbs=[fastais])):
-        with pytest.raises(ArgumentError, match=r"SaveModel .*fastai(?s:.*)with hookkit\.watch"):
-            where()
