@@ -7,7 +7,7 @@ Builds on `nested`. A node (`t.grad_fn`) holds the nodes whose results it takes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from hookkit.nested import leaves
@@ -42,16 +42,27 @@ def graph_nodes(x: Any) -> Iterator[tuple[Any, list[Any]]]:
     >>> [op_name(node) for node, _ in graph_nodes({"loss": (w * 3).relu().sum()})]
     ['Sum', 'Relu', 'Mul', 'AccumulateGrad']
     """
-    stack = list({t.grad_fn: None for t in leaves(x) if t.grad_fn is not None})
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
+    return walk_back(t.grad_fn for t in leaves(x) if t.grad_fn is not None)
+
+
+def walk_back(
+    nodes: Iterable[Any], goes_on: Callable[[Any], bool] = lambda node: True
+) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield each node that is reached from `nodes`, once, with the nodes whose results it takes.
+
+    Args:
+        nodes: where the walk begins; they are yielded too.
+        goes_on: whether the walk goes on behind a node.
+    """
+    todo = list(dict.fromkeys(nodes))
+    reached = set(todo)
+    while todo:
+        node = todo.pop()
         inputs = [before for before, _ in node.next_functions if before is not None]
         yield node, inputs
-        for before in inputs:
-            if before not in seen:
-                seen.add(before)
-                stack.append(before)
+        new = [x for x in dict.fromkeys(inputs) if x not in reached] if goes_on(node) else []
+        reached.update(new)
+        todo += new
 
 
 def users_of(x: Any) -> dict[Any, list[Any]]:

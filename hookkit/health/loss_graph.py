@@ -23,6 +23,7 @@ from hookkit.autograd_graph import (
     shape_of,
     softmax_dim,
     takes_one,
+    walk_back,
 )
 
 _LOSSES = {
@@ -147,28 +148,19 @@ def _identity(root: Any) -> dict[str, Any]:
 
 
 def _loss_nodes(root: Any) -> Iterator[Any]:
-    """The operations between the model's last layers and the loss."""
-    todo, reached = [root], {root}
-    while todo:
-        node = todo.pop()
-        if op_name(node) not in _LAYERS:
-            yield node
-            inputs = {before for before, _ in node.next_functions if before is not None} - reached
-            reached |= inputs
-            todo += inputs
+    """Yield the operations between the model's last layers and the loss."""
+    inside = walk_back([root], lambda node: op_name(node) not in _LAYERS)
+    return (node for node, _ in inside if op_name(node) not in _LAYERS)
 
 
 def _terms(root: Any) -> Iterator[Any]:
-    """The operations whose results are only added, scaled and clipped on the way to the loss."""
-    todo, reached = [root], {root}
-    while todo:
-        node = todo.pop()
-        yield node
-        scaled = op_name(node) in ("Mul", "Div") and takes_one(node)
-        if scaled or op_name(node) in SAME_VALUES | _SUMS | _CLAMPS:
-            inputs = {before for before, _ in node.next_functions if before is not None} - reached
-            reached |= inputs
-            todo += inputs
+    """Yield the operations whose results are only added, scaled and clipped before the loss."""
+    return (node for node, _ in walk_back([root], _hands_on))
+
+
+def _hands_on(node: Any) -> bool:
+    scaled = op_name(node) in ("Mul", "Div") and takes_one(node)
+    return scaled or op_name(node) in SAME_VALUES | _SUMS | _CLAMPS
 
 
 def _source(node: Any, through: frozenset[str], scaled: bool = False) -> Any:
