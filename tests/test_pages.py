@@ -167,19 +167,6 @@ def test_nothing_else_is_overwritten(tmp_path: Path, name: str) -> None:
     assert (tmp_path / "mine.html").read_text() == "<html>mine</html>"
 
 
-def test_a_failure_while_writing_leaves_the_earlier_page_and_nothing_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = hookkit.report(made.run(n=5), tmp_path / "run.html", title="first")
-    monkeypatch.setattr(pages, "_environment", lambda run: "\ud800")  # cannot be encoded
-
-    with pytest.raises(UnicodeEncodeError):
-        hookkit.report(made.run(n=5), path, title="second")
-
-    assert "<h1>first</h1>" in path.read_text()
-    assert [*tmp_path.iterdir()] == [path]
-
-
 def test_what_is_no_run_or_no_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError):
         hookkit.report(3, tmp_path / "run.html")

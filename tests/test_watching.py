@@ -10,7 +10,6 @@ import torch
 from hooked import n_hooks
 from learners import EventLog
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from hookkit.callbacks import Callback
 from hookkit.errors import HookError
@@ -172,24 +171,6 @@ def test_what_is_no_closure_reaches_the_step_as_it_was_given(given: object):
     assert log.events == OPEN + BATCH + CLOSE
 
 
-def test_checkpointed_recomputation_is_no_batch():
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = net()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    model, log = Checkpointed(), Log()
-    opt = sgd(model)
-
-    with watch(model.inner, opt, log):
-        train(model, opt, 2)
-
-    assert log.events == OPEN + BATCH * 2 + CLOSE
-
-
 def test_epoch_marks_at_the_top_or_the_bottom_are_the_same():
     epochs = {}
     for place in "top", "bottom":
@@ -223,26 +204,6 @@ def test_optimizers_on_one_batch_make_one_step_given_or_found():
 
         assert log.events == OPEN + BATCH * 2 + CLOSE
         assert w.n_steps == 2
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_each_player_s_step_is_a_step_over_when_the_next_forward_begins(given: bool):
-    g, d, log = net(4), net(1), Log()
-    opt_g, opt_d = sgd(g), sgd(d)
-    with watch({"g": g, "d": d}, [opt_g, opt_d] if given else None, log, ParamStats()) as w:
-        for z in batches(3):
-            d(g(z).detach()).mean().backward()
-            opt_d.step()
-            opt_d.zero_grad()
-            d(g(z)).mean().backward()
-            opt_g.step()
-            opt_g.zero_grad(), opt_d.zero_grad()
-
-    moved = w.param_stats.record().value("update_norm") > 0
-    assert w.n_steps == len(w.param_stats.record()) == 6
-    assert moved[:4].all(0).tolist() == [False, True] * 3
-    assert moved[4:].all(0).tolist() == [True, False] * 3
-    assert log.events.count("after_step") == 6
 
 
 def test_an_optimizer_that_steps_more_rarely_than_another_is_recorded():
