@@ -17,7 +17,6 @@ parameters      The parameters of a model by name, and those that a step left al
 
 The first NaN or Inf:
 flight          `FlightRecorder`: which module made it, and what came before.
-flight_memory   Norms of the last batches, and the incident that they show.
 """
 
 from hookkit.stats.flight import FlightRecorder
