@@ -102,21 +102,5 @@ def test_the_version_menu_begins_with_this_version() -> None:
     assert newest["url"] == f"/hookkit/{hookkit.__version__}/"
 
 
-def test_the_guide_for_contributors_names_what_exists() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    files = set(re.findall(r"`([\w./-]+\.(?:py|md|txt|csv))`", text)) - {"index.md"}
-    commands = set(re.findall(r"\bmake ([a-z-]+)", text))
-    names = set(re.findall(r"`([A-Za-z_]\w+)`", text))
-    makefile = (ROOT / "Makefile").read_text()
-    homes = (PACKAGE, ROOT / "tests", ROOT / "benchmarks")
-    roots = (ROOT, PACKAGE, PACKAGE.parent)
-    sources = "".join(p.read_text() for home in homes for p in home.rglob("*.py"))
-
-    assert {"docs/notebooks.md", "test", "RULES"} <= files | commands | names  # they are found
-    assert {f for f in files if not any((p / f).exists() for p in roots)} == set()
-    assert commands - set(re.findall(r"^([a-z-]+):", makefile, re.M)) == set()
-    assert {n for n in names if not re.search(rf"\b{n}\b", sources)} == set()
-
-
 def test_the_citation_is_of_this_version() -> None:
     assert f"\nversion: {hookkit.__version__}\n" in (ROOT / "CITATION.cff").read_text()

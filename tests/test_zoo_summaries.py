@@ -25,7 +25,6 @@ EXTRA_MACS = {"spectral_norm": 3 * 6 * 8 + 6}
 # What has no formula is listed, not guessed.
 UNCOUNTED = {
     "complex": ["aten::_fft_r2c"],
-    "orthogonal": ["aten::linalg_matrix_exp"],
     "sparse_input": ["aten::_sparse_addmm"],
     "sparse_param": ["aten::_sparse_addmm"],
     "quantised_dynamic": ["quantized::linear_dynamic"],

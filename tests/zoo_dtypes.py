@@ -13,15 +13,6 @@ B = 2
 # dtypes
 
 
-add(
-    "bf16",
-    lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).bfloat16().eval(),
-    lambda: (torch.randn(B, 8, dtype=torch.bfloat16),),
-    params=72 + 18,
-    macs=B * 80,
-)
-
-
 class MixedDtypes(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -12,26 +12,6 @@ B = 2
 # bare and listed
 
 
-class NoWeightName(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernel = nn.Parameter(torch.randn(4, 4))
-        self.shift = nn.Parameter(torch.zeros(4))
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x @ self.kernel + self.shift)
-
-
-add(
-    "no_weight_name",
-    lambda: NoWeightName().eval(),
-    rand(B, 4),
-    params=16 + 4 + 20,
-    macs=2 * B * 16,
-)
-
-
 class ParamListDict(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -160,12 +140,4 @@ add(
     macs=B * 48,
     tags={"mutates_buffers"},
     note="reading .weight in training mode advances the power iteration",
-)
-add(
-    "orthogonal",
-    lambda: parametrizations.orthogonal(nn.Linear(6, 6, bias=False)).eval(),
-    rand(B, 6),
-    params=36,
-    macs=None,
-    note="the parametrization's own products depend on torch's algorithm (matrix exponential)",
 )

@@ -39,28 +39,6 @@ add(
 )
 
 
-class PackedRNN(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(6, 8, batch_first=True)
-        self.fc = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
-        out, _ = self.rnn(packed)
-        padded, _ = nn.utils.rnn.pad_packed_sequence(out, batch_first=True)
-        return self.fc(padded)
-
-
-add(
-    "rnn_packed",
-    lambda: PackedRNN().eval(),
-    lambda: (torch.randn(B, T, 6), torch.tensor([5, 3])),
-    params=lstm_params(6, 8) + 8 * 3 + 3,
-    macs=(5 + 3) * 4 * 8 * (6 + 8) + B * T * 8 * 3,
-    tags={"data_dependent", "no_fake"},
-    note="the recurrence runs over 5 + 3 true steps, the head over the padded 2 x 5",
-)
 add(
     "packed_input",
     lambda: nn.GRU(6, 8).eval(),

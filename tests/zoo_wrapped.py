@@ -133,15 +133,6 @@ add(
 
 # modes and state
 
-add(
-    "dropout_train",
-    lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train(),
-    rand(B, 4),
-    params=20,
-    macs=B * 16,
-    tags={"train_rng"},
-)
-
 
 def mixed_modes() -> nn.Module:
     net = nn.Sequential(
