@@ -228,22 +228,6 @@ def test_two_metrics_of_one_name_are_refused_until_one_has_a_name_of_its_own() -
     assert (row["at_most"], row["at_most_2"]) == (1, 2)
 
 
-def test_a_callback_that_validates_other_data_leaves_the_epochs_row_alone() -> None:
-    other = [(torch.zeros(2, 1), torch.full((2, 1), 1e6))]
-    cb = Callback(
-        after_epoch=lambda self: self.learn.validate(dl=other),
-        after_batch=lambda self: self.training and self.learn.validate(dl=other),
-    )
-    recorders = []
-    for cbs in ([], [cb]):
-        torch.manual_seed(0)
-        learn = quiet(cbs=cbs)
-        learn.fit(2)
-        recorders.append((learn.recorder.values, learn.recorder.losses))
-
-    assert recorders[0] == recorders[1]
-
-
 def test_a_cancelled_batch_records_nothing_and_a_part_cancelled_as_it_began_is_none() -> None:
     learn = quiet(cbs=raises("after_loss", CancelBatchException, lambda cb: cb.iter == 1))
     learn.fit(1)

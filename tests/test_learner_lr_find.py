@@ -25,6 +25,7 @@ from hookkit import (
     ModelRunError,
     ParamStats,
     SaveModelCallback,
+    TrainEvalCallback,
 )
 from hookkit.learner.lr_finder import minimum, slide, steep, valley
 
@@ -123,13 +124,14 @@ def test_it_is_undone_whatever_ends_it(error: Any, when: int) -> None:
 
 @pytest.mark.parametrize("num_it", [10, 100])
 def test_the_rates_grow_from_one_end_to_the_other_and_all_is_as_before(num_it: int) -> None:
-    learn = learner()
+    learn = learner(TrainEvalCallback(), default_cbs=False)
     learn.model.eval()
     learn.model[0].train()
     learn.model.cache = []
     learn.model[0].weight.grad = mine = torch.ones(16, 4)
     learn.model[0].register_forward_hook(lambda m, i, o: learn.model.cache.append(o))
 
+    before = dict(vars(learn))
     found = find(learn, start_lr=1e-5, end_lr=1e-2, num_it=num_it, stop_div=False)
 
     assert len(found.lrs) == len(found.losses) == num_it
@@ -140,8 +142,8 @@ def test_the_rates_grow_from_one_end_to_the_other_and_all_is_as_before(num_it: i
     assert mine.sum() == 64
     assert grads[1:] == [None] * 5
     assert learn.model.cache == []
-    assert (learn.n_steps, learn.train_iter, learn.epoch, learn.recorder.lrs) == (0, 0, 0, [])
-    assert not learn.fitting
+    assert vars(learn).keys() == before.keys()
+    assert all(vars(learn)[name] is x or vars(learn)[name] == x for name, x in before.items())
 
 
 def test_batches_without_a_loss_do_not_count() -> None:
