@@ -56,14 +56,6 @@ def test_a_pass_without_learning_fires_the_validation_inside_fit_and_epoch(verb:
     assert events_of(lambda learn: getattr(learn, verb)()) == VALIDATE
 
 
-def test_with_learn_fires_fit_and_epoch_also_after_an_error() -> None:
-    def body(learn: Any) -> None:
-        with pytest.raises(RuntimeError, match=r"boom"), learn:
-            raise RuntimeError("boom")
-
-    assert events_of(body) == ["before_fit", "before_epoch", "after_epoch", "after_fit"]
-
-
 def test_no_validation_data_means_no_validation_events() -> None:
     def body(learn: Any) -> None:
         learn.dls.loaders[1] = None
