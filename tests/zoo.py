@@ -2,8 +2,8 @@
 
     from zoo import ZOO, entry
 
-`ZOO` lists all `Entry`s; `entry("lstm")` finds one; `select_zoo(without={"raises"})` filters by
-tag. The entries live by theme in `zoo_*.py`; `zoo_base` says what an entry holds.
+`ZOO` lists all `Entry`s; `entry("mlp")` finds one. The entries live by theme in `zoo_*.py`;
+`zoo_base` says what an entry holds.
 """
 
 import zoo_control
@@ -17,7 +17,7 @@ import zoo_structures
 import zoo_wrapped
 from zoo_base import ENTRIES, Entry
 
-__all__ = ["ZOO", "Entry", "entry", "select_zoo"]
+__all__ = ["ZOO", "Entry", "entry"]
 _FILES = (
     zoo_conv,
     zoo_sequence,
@@ -36,8 +36,3 @@ ZOO: list[Entry] = ENTRIES
 def entry(name: str) -> Entry:
     """The entry of that name."""
     return next(e for e in ZOO if e.name == name)
-
-
-def select_zoo(having: set[str] = frozenset(), without: set[str] = frozenset()) -> list[Entry]:
-    """Entries that have all the tags `having` and none of `without`."""
-    return [e for e in ZOO if having <= e.tags and not (without & e.tags)]

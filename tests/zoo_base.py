@@ -100,6 +100,16 @@ def add(
     )
 
 
+def module(name: str, args: Callable[[], tuple[Any, ...]], **truth: Any) -> Callable[[type], type]:
+    """Register the decorated class in evaluation mode, as `add` does."""
+
+    def register(kind: type) -> type:
+        add(name, lambda: kind().eval(), args, **truth)
+        return kind
+
+    return register
+
+
 def rand(*shape: int) -> Callable[[], tuple[torch.Tensor]]:
     """`args` of one float tensor of this shape."""
     return lambda: (torch.randn(*shape),)

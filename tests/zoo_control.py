@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from zoo_base import add, rand
+from zoo_base import add, module, rand
 
 B = 2
 
@@ -12,6 +12,15 @@ B = 2
 # control flow
 
 
+@module(
+    "data_dependent",
+    lambda: (torch.ones(B, 4),),
+    params=2 * 40 + 72,
+    macs=B * (32 + (B + 8) // 4 * 64),
+    calls={"pos": 1, "neg": 0, "step": 2},
+    tags={"data_dependent", "no_fake"},
+    note="ones: the positive branch, then (2 + 8) // 4 = 2 steps",
+)
 class DataDependent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -24,18 +33,14 @@ class DataDependent(nn.Module):
         return h
 
 
-add(
-    "data_dependent",
-    lambda: DataDependent().eval(),
-    lambda: (torch.ones(B, 4),),
-    params=2 * 40 + 72,
-    macs=B * (32 + (B + 8) // 4 * 64),
-    calls={"pos": 1, "neg": 0, "step": 2},
-    tags={"data_dependent", "no_fake"},
-    note="ones: the positive branch, then (2 + 8) // 4 = 2 steps",
+@module(
+    "moe_top1",
+    rand(6, 4),
+    params=4 * 3 + 3 + 3 * (4 * 8 + 8 + 8 * 4 + 4),
+    macs=6 * (4 * 3 + 4 * 8 + 8 * 4),
+    tags={"data_dependent", "no_fake", "inplace"},
+    note="each row meets one expert; an expert without rows is not called",
 )
-
-
 class MoE(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -54,17 +59,14 @@ class MoE(nn.Module):
         return out
 
 
-add(
-    "moe_top1",
-    lambda: MoE().eval(),
-    rand(6, 4),
-    params=4 * 3 + 3 + 3 * (4 * 8 + 8 + 8 * 4 + 4),
-    macs=6 * (4 * 3 + 4 * 8 + 8 * 4),
-    tags={"data_dependent", "no_fake", "inplace"},
-    note="each row meets one expert; an expert without rows is not called",
+@module(
+    "direct_forward",
+    rand(B, 4),
+    params=2 * 20 + 10,
+    macs=B * (2 * 16 + 8),
+    calls={"a": 0, "b": 0, "c": 1},
+    note="a runs by .forward, b's weight is used by a function: no hook can see them",
 )
-
-
 class DirectForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -75,17 +77,13 @@ class DirectForward(nn.Module):
         return self.c(F.linear(h, self.b.weight, self.b.bias))
 
 
-add(
-    "direct_forward",
-    lambda: DirectForward().eval(),
+@module(
+    "unused_heads",
     rand(B, 4),
-    params=2 * 20 + 10,
-    macs=B * (2 * 16 + 8),
-    calls={"a": 0, "b": 0, "c": 1},
-    note="a runs by .forward, b's weight is used by a function: no hook can see them",
+    params=30 + 3 * 21,
+    macs=B * (24 + 18),
+    calls={"heads": 0, "heads.cls": 1, "heads.seg": 0, "heads.aux": 0},
 )
-
-
 class UnusedHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -96,16 +94,14 @@ class UnusedHeads(nn.Module):
         return self.heads["cls"](self.body(x))
 
 
-add(
-    "unused_heads",
-    lambda: UnusedHeads().eval(),
+@module(
+    "swallows_exceptions",
     rand(B, 4),
-    params=30 + 3 * 21,
-    macs=B * (24 + 18),
-    calls={"heads": 0, "heads.cls": 1, "heads.seg": 0, "heads.aux": 0},
+    params=40,
+    macs=B * 16,
+    calls={"try_me": 1, "instead": 0},
+    note="`except Exception` in forward would swallow an early stop",
 )
-
-
 class Swallows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -119,17 +115,14 @@ class Swallows(nn.Module):
         return h * 2
 
 
-add(
-    "swallows_exceptions",
-    lambda: Swallows().eval(),
+@module(
+    "raises",
     rand(B, 4),
     params=40,
-    macs=B * 16,
-    calls={"try_me": 1, "instead": 0},
-    note="`except Exception` in forward would swallow an early stop",
+    macs=2 * B * 16,
+    tags={"raises"},
+    note="raises ValueError inside bad, after bad.fc ran",
 )
-
-
 class Raises(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -146,17 +139,6 @@ class _Bad(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         raise ValueError(f"cannot work with {tuple(self.fc(x).shape)}")
-
-
-add(
-    "raises",
-    lambda: Raises().eval(),
-    rand(B, 4),
-    params=40,
-    macs=2 * B * 16,
-    tags={"raises"},
-    note="raises ValueError inside bad, after bad.fc ran",
-)
 
 
 class Checkpointed(nn.Module):
@@ -186,6 +168,14 @@ for reentrant in (False, True):
     )
 
 
+@module(
+    "needs_grad",
+    rand(B, 4),
+    params=30 + 7,
+    macs=B * (4 * 6 + 6) * 2,
+    tags={"needs_grad", "no_grad_in"},
+    note="the backward inside forward costs both products once more",
+)
 class NeedsGrad(nn.Module):
     """An energy model: its output is the gradient of its energy."""
 
@@ -199,17 +189,14 @@ class NeedsGrad(nn.Module):
         return torch.autograd.grad(energy, x)[0]
 
 
-add(
-    "needs_grad",
-    lambda: NeedsGrad().eval(),
+@module(
+    "grad_mode_switches",
     rand(B, 4),
-    params=30 + 7,
-    macs=B * (4 * 6 + 6) * 2,
-    tags={"needs_grad", "no_grad_in"},
-    note="the backward inside forward costs both products once more",
+    params=20,
+    macs=2 * B * 16,
+    calls={"fc": 2},
+    note="one call without grad, one with",
 )
-
-
 class NeedsGradMode(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -220,14 +207,3 @@ class NeedsGradMode(nn.Module):
             frozen = self.fc(x)
         with torch.enable_grad():
             return self.fc(x) - frozen
-
-
-add(
-    "grad_mode_switches",
-    lambda: NeedsGradMode().eval(),
-    rand(B, 4),
-    params=20,
-    macs=2 * B * 16,
-    calls={"fc": 2},
-    note="one call without grad, one with",
-)

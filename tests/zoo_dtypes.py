@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from zoo_base import add, ids, rand
+from zoo_base import add, ids, module, rand
 
 B = 2
 
@@ -13,6 +13,7 @@ B = 2
 # dtypes
 
 
+@module("mixed_dtypes", rand(B, 8), params=72 + 16 + 18, macs=B * (64 + 16))
 class MixedDtypes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -23,15 +24,13 @@ class MixedDtypes(nn.Module):
         return self.hi(self.norm(self.lo(x.bfloat16()).float()))
 
 
-add(
-    "mixed_dtypes",
-    lambda: MixedDtypes().eval(),
+@module(
+    "complex",
     rand(B, 8),
-    params=72 + 16 + 18,
+    params=64 + 18,
     macs=B * (64 + 16),
+    note="a complex number is one parameter, a complex product one multiply-accumulate",
 )
-
-
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -42,16 +41,7 @@ class Complex(nn.Module):
         return self.fc((torch.fft.fft(x) @ self.w).abs())
 
 
-add(
-    "complex",
-    lambda: Complex().eval(),
-    rand(B, 8),
-    params=64 + 18,
-    macs=B * (64 + 16),
-    note="a complex number is one parameter, a complex product one multiply-accumulate",
-)
-
-
+@module("int8_params", rand(B, 8), params=64 + 8 + 18, trainable=8 + 18, macs=B * 80)
 class Int8Params(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -62,16 +52,6 @@ class Int8Params(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(F.linear(x, self.q.float() * self.scale[:, None]))
-
-
-add(
-    "int8_params",
-    lambda: Int8Params().eval(),
-    rand(B, 8),
-    params=64 + 8 + 18,
-    trainable=8 + 18,
-    macs=B * 80,
-)
 
 
 def quantised() -> nn.Module:
@@ -117,6 +97,15 @@ add(
 )
 
 
+@module(
+    "sparse_param",
+    rand(B, 8),
+    params=64 + 18,
+    trainable=18,
+    macs=None,
+    tags={"sparse", "no_fake"},
+    note="numel of a sparse parameter is that of its dense shape; the product is not counted",
+)
 class SparseParam(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -127,16 +116,6 @@ class SparseParam(nn.Module):
         return self.fc(torch.sparse.mm(self.w, x.T).T)
 
 
-add(
-    "sparse_param",
-    lambda: SparseParam().eval(),
-    rand(B, 8),
-    params=64 + 18,
-    trainable=18,
-    macs=None,
-    tags={"sparse", "no_fake"},
-    note="numel of a sparse parameter is that of its dense shape; the product is not counted",
-)
 add(
     "sparse_embedding",
     lambda: nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 2)).eval(),
@@ -175,6 +154,14 @@ add(
 )
 
 
+@module(
+    "built_on_first_call",
+    rand(B, 4),
+    params=20 + 15,
+    macs=B * (16 + 12),
+    tags={"lazy", "train_rng"},
+    note="head exists after the first forward only: the truth is after it",
+)
 class BuiltOnFirstCall(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -186,17 +173,6 @@ class BuiltOnFirstCall(nn.Module):
         if self.head is None:
             self.head = nn.Linear(h.shape[1], 3)
         return self.head(h)
-
-
-add(
-    "built_on_first_call",
-    lambda: BuiltOnFirstCall().eval(),
-    rand(B, 4),
-    params=20 + 15,
-    macs=B * (16 + 12),
-    tags={"lazy", "train_rng"},
-    note="head exists after the first forward only: the truth is after it",
-)
 
 
 class Subclassed(nn.Parameter):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from zoo_base import add, rand
+from zoo_base import add, module, rand
 from zoo_wrapped import SMALL, SMALL_MACS, small
 
 B = 2
@@ -13,6 +13,7 @@ B = 2
 # attributes
 
 
+@module("odd_attrs", rand(B, 2), params=12, macs=2 * B * 4)
 class OddAttrs(nn.Module):
     """Names torch's layers use, bound to something else."""
 
@@ -28,9 +29,13 @@ class OddAttrs(nn.Module):
         return self.bias(self.groups[0](x))
 
 
-add("odd_attrs", lambda: OddAttrs().eval(), rand(B, 2), params=12, macs=2 * B * 4)
-
-
+@module(
+    "getattr_delegates",
+    rand(B, 8),
+    params=SMALL,
+    macs=SMALL_MACS,
+    calls={"": 1, "inner": 1},
+)
 class Delegates(nn.Module):
     """Unknown attributes come from the wrapped model, as PEFT and many wrappers do."""
 
@@ -50,16 +55,14 @@ class Delegates(nn.Module):
         return self.inner(x)
 
 
-add(
-    "getattr_delegates",
-    lambda: Delegates().eval(),
+@module(
+    "child_named_module",
     rand(B, 8),
     params=SMALL,
     macs=SMALL_MACS,
-    calls={"": 1, "inner": 1},
+    calls={"module": 1, "module.0": 1},
+    note="no DataParallel: the prefix module. belongs to the names",
 )
-
-
 class Wrapper(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -67,17 +70,6 @@ class Wrapper(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.module(x)
-
-
-add(
-    "child_named_module",
-    lambda: Wrapper().eval(),
-    rand(B, 8),
-    params=SMALL,
-    macs=SMALL_MACS,
-    calls={"module": 1, "module.0": 1},
-    note="no DataParallel: the prefix module. belongs to the names",
-)
 
 
 class Odd(nn.Module):
@@ -136,6 +128,13 @@ add(
 )
 
 
+@module(
+    "hidden_in_a_list",
+    rand(B, 4),
+    params=20,
+    macs=2 * B * 16,
+    note="a layer in a Python list is no submodule: its parameters are not the model's",
+)
 class Holder(nn.Module):
     """Modules the tree cannot see: in a plain list and a dict."""
 
@@ -145,16 +144,6 @@ class Holder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.unseen[0](self.seen(x))
-
-
-add(
-    "hidden_in_a_list",
-    lambda: Holder().eval(),
-    rand(B, 4),
-    params=20,
-    macs=2 * B * 16,
-    note="a layer in a Python list is no submodule: its parameters are not the model's",
-)
 
 
 class OverridesCall(nn.Module):

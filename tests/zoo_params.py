@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from zoo_base import add, rand
+from zoo_base import add, module, rand
 
 B = 2
 
@@ -12,6 +12,13 @@ B = 2
 # bare and listed
 
 
+@module(
+    "param_list_dict",
+    rand(B, 4),
+    params=2 * 16 + 24 + 6,
+    macs=B * (16 + 16 + 24),
+    calls={"ws": 0, "named": 0},
+)
 class ParamListDict(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -24,16 +31,13 @@ class ParamListDict(nn.Module):
         return x @ self.named["a"] + self.named["b"]
 
 
-add(
-    "param_list_dict",
-    lambda: ParamListDict().eval(),
+@module(
+    "scalar_and_empty_params",
     rand(B, 4),
-    params=2 * 16 + 24 + 6,
-    macs=B * (16 + 16 + 24),
-    calls={"ws": 0, "named": 0},
+    params=20 + 1 + 0,
+    macs=B * 16,
+    note="a 0-d, an empty and a None parameter",
 )
-
-
 class ScalarParam(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -46,19 +50,16 @@ class ScalarParam(nn.Module):
         return self.fc(x) * self.logit_scale.exp()
 
 
-add(
-    "scalar_and_empty_params",
-    lambda: ScalarParam().eval(),
-    rand(B, 4),
-    params=20 + 1 + 0,
-    macs=B * 16,
-    note="a 0-d, an empty and a None parameter",
-)
-
-
 # aliased
 
 
+@module(
+    "alias_storage",
+    rand(B, 8),
+    params=2 * 72,
+    macs=2 * B * 64,
+    note="two Parameters over one storage: both count as parameters, their bytes once",
+)
 class AliasStorage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -67,16 +68,6 @@ class AliasStorage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(F.relu(self.a(x)))
-
-
-add(
-    "alias_storage",
-    lambda: AliasStorage().eval(),
-    rand(B, 8),
-    params=2 * 72,
-    macs=2 * B * 64,
-    note="two Parameters over one storage: both count as parameters, their bytes once",
-)
 
 
 # frozen

@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor, nn
-from zoo_base import add, rand
+from zoo_base import add, module, rand
 
 B = 2
 
@@ -26,6 +26,13 @@ add(
 )
 
 
+@module(
+    "re_entrant",
+    rand(B, 8),
+    params=72,
+    macs=2 * B * 64,
+    calls={"": 2, "leaf": 2, "child": 1},
+)
 class ReEntrant(nn.Module):
     """A child that calls back into its parent through a plain (unregistered) reference."""
 
@@ -47,19 +54,17 @@ class _CallsParent(nn.Module):
         return self.parent(x, inner=False)
 
 
-add(
-    "re_entrant",
-    lambda: ReEntrant().eval(),
-    rand(B, 8),
-    params=72,
-    macs=2 * B * 64,
-    calls={"": 2, "leaf": 2, "child": 1},
-)
-
-
 # in-place
 
 
+@module(
+    "inplace",
+    rand(B, 8),
+    params=144,
+    macs=2 * B * 64,
+    tags={"inplace"},
+    note="fc1's and fc2's outputs are overwritten after their hooks ran",
+)
 class InplaceNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -74,17 +79,7 @@ class InplaceNet(nn.Module):
         return y
 
 
-add(
-    "inplace",
-    lambda: InplaceNet().eval(),
-    rand(B, 8),
-    params=144,
-    macs=2 * B * 64,
-    tags={"inplace"},
-    note="fc1's and fc2's outputs are overwritten after their hooks ran",
-)
-
-
+@module("view_outputs", rand(B, 8), params=72, macs=B * 64)
 class Chunked(nn.Module):
     """Outputs that are views: chunk, then an in-place write into one of them."""
 
@@ -103,7 +98,6 @@ class _Split(nn.Module):
         return a, b
 
 
-add("view_outputs", lambda: Chunked().eval(), rand(B, 8), params=72, macs=B * 64)
 add(
     "identity_outputs",
     lambda: nn.Sequential(nn.Identity(), nn.Linear(8, 8), nn.Dropout(), nn.Sequential()).eval(),

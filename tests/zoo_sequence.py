@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from zoo_base import add, ids, rand
+from zoo_base import add, ids, module, rand
 
 B, T = 2, 5  # batch and sequence length used throughout
 
@@ -50,6 +50,13 @@ add(
 )
 
 
+@module(
+    "lstmcell_loop",
+    rand(B, T, 6),
+    params=lstm_params(6, 8) + 8 * 3 + 3,
+    macs=B * T * 4 * 8 * (6 + 8) + B * 8 * 3,
+    calls={"cell": T, "fc": 1},
+)
 class CellLoop(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -61,16 +68,6 @@ class CellLoop(nn.Module):
         for t in range(x.shape[1]):
             state = self.cell(x[:, t], state)
         return self.fc(state[0])
-
-
-add(
-    "lstmcell_loop",
-    lambda: CellLoop().eval(),
-    rand(B, T, 6),
-    params=lstm_params(6, 8) + 8 * 3 + 3,
-    macs=B * T * 4 * 8 * (6 + 8) + B * 8 * 3,
-    calls={"cell": T, "fc": 1},
-)
 
 
 # attention
@@ -89,6 +86,14 @@ def layer_params(d: int, ff: int) -> int:
     return (3 * d * d + 3 * d) + (d * d + d) + (d * ff + ff) + (ff * d + d) + 2 * 2 * d
 
 
+@module(
+    "mha",
+    rand(B, T, 16),
+    params=4 * 16 * 16 + 4 * 16,
+    macs=B * mha_macs(16, T, T),
+    calls={"mha": 1, "mha.out_proj": 0},
+    note="output is (attention output, averaged weights)",
+)
 class SelfAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -96,17 +101,6 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.mha(x, x, x)
-
-
-add(
-    "mha",
-    lambda: SelfAttention().eval(),
-    rand(B, T, 16),
-    params=4 * 16 * 16 + 4 * 16,
-    macs=B * mha_macs(16, T, T),
-    calls={"mha": 1, "mha.out_proj": 0},
-    note="output is (attention output, averaged weights)",
-)
 
 
 def encoder(dropout: float = 0.0) -> nn.TransformerEncoder:
@@ -161,6 +155,14 @@ class GPTBlock(nn.Module):
         return x + self.mlp(self.ln2(x))
 
 
+@module(
+    "gpt_like",
+    ids(40, B, T),
+    params=40 * 16 + 8 * 16 + 3 * layer_params(16, 64) + 2 * 16,
+    macs=B * (3 * layer_macs(16, 64, T) + T * 16 * 40),
+    calls={"h": 0, "h.2.qkv": 1, "head": 1},
+    note="head is tied to wte: counted once; attention counted in full, mask or not",
+)
 class GPT(nn.Module):
     def __init__(self, vocab: int = 40, d: int = 16, n: int = 3, tied: bool = True) -> None:
         super().__init__()
@@ -176,17 +178,6 @@ class GPT(nn.Module):
         for block in self.h:
             h = block(h)
         return self.head(self.ln_f(h))
-
-
-add(
-    "gpt_like",
-    lambda: GPT().eval(),
-    ids(40, B, T),
-    params=40 * 16 + 8 * 16 + 3 * layer_params(16, 64) + 2 * 16,
-    macs=B * (3 * layer_macs(16, 64, T) + T * 16 * 40),
-    calls={"h": 0, "h.2.qkv": 1, "head": 1},
-    note="head is tied to wte: counted once; attention counted in full, mask or not",
-)
 
 
 class SDPA(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from zoo_base import add, rand
+from zoo_base import add, module, rand
 
 B = 2
 
@@ -16,6 +16,12 @@ B = 2
 # structures
 
 
+@module(
+    "dict_in_out",
+    lambda: ({"x": torch.randn(B, 4), "z": torch.randn(B, 6)},),
+    params=(4 * 8 + 8) + (6 * 8 + 8) + 8 * 3 + 3,
+    macs=B * (4 * 8 + 6 * 8 + 8 * 3),
+)
 class DictInOut(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -35,17 +41,10 @@ class _DictHead(nn.Module):
         return {"logits": self.fc(d["h"]), "hidden": {"last": d["h"], "n": 8}}
 
 
-add(
-    "dict_in_out",
-    lambda: DictInOut().eval(),
-    lambda: ({"x": torch.randn(B, 4), "z": torch.randn(B, 6)},),
-    params=(4 * 8 + 8) + (6 * 8 + 8) + 8 * 3 + 3,
-    macs=B * (4 * 8 + 6 * 8 + 8 * 3),
-)
-
 Pair = namedtuple("Pair", "mean scale")
 
 
+@module("namedtuple_out", rand(B, 4), params=40, macs=B * 32)
 class NamedTupleOut(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -56,15 +55,18 @@ class NamedTupleOut(nn.Module):
         return Pair(a, F.softplus(b))
 
 
-add("namedtuple_out", lambda: NamedTupleOut().eval(), rand(B, 4), params=40, macs=B * 32)
-
-
 @dataclass
 class Batch:
     x: Tensor
     mask: Tensor | None = None
 
 
+@module(
+    "dataclass_io",
+    lambda: (Batch(torch.randn(B, 4), torch.ones(B, dtype=torch.bool)),),
+    params=40,
+    macs=B * 32,
+)
 class DataclassIO(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -72,15 +74,6 @@ class DataclassIO(nn.Module):
 
     def forward(self, batch: Batch) -> Batch:
         return Batch(self.fc(batch.x), batch.mask)
-
-
-add(
-    "dataclass_io",
-    lambda: DataclassIO().eval(),
-    lambda: (Batch(torch.randn(B, 4), torch.ones(B, dtype=torch.bool)),),
-    params=40,
-    macs=B * 32,
-)
 
 
 class ModelOutput(OrderedDict):
@@ -119,6 +112,13 @@ add(
 )
 
 
+@module(
+    "kwargs_only",
+    lambda: (),
+    kwargs=lambda: {"x": torch.randn(B, 4), "scale": 2.0},
+    params=40,
+    macs=B * 32,
+)
 class KwargsOnly(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -137,16 +137,14 @@ class _KwInner(nn.Module):
         return self.fc(input=x) * scale
 
 
-add(
-    "kwargs_only",
-    lambda: KwargsOnly().eval(),
-    lambda: (),
-    kwargs=lambda: {"x": torch.randn(B, 4), "scale": 2.0},
-    params=40,
-    macs=B * 32,
+@module(
+    "optional_none_args",
+    lambda: (torch.randn(B, 4), None),
+    kwargs=lambda: {"bias": None},
+    params=20,
+    macs=B * 16,
+    note="None goes in, positional and by keyword, and comes out beside a tensor",
 )
-
-
 class OptionalArgs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -157,17 +155,13 @@ class OptionalArgs(nn.Module):
         return h if mask is None else h * mask, None
 
 
-add(
-    "optional_none_args",
-    lambda: OptionalArgs().eval(),
-    lambda: (torch.randn(B, 4), None),
-    kwargs=lambda: {"bias": None},
+@module(
+    "nested_structures",
+    lambda: ([torch.randn(B, 4), torch.randn(3, 4)], ("tag", torch.ones(1))),
     params=20,
-    macs=B * 16,
-    note="None goes in, positional and by keyword, and comes out beside a tensor",
+    macs=(B + 3) * 16,
+    calls={"fc": 2},
 )
-
-
 class NestedOut(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -178,16 +172,7 @@ class NestedOut(nn.Module):
         return (hs, {"deep": [(hs[0], {"deeper": extra[1]}), "text", 3]})
 
 
-add(
-    "nested_structures",
-    lambda: NestedOut().eval(),
-    lambda: ([torch.randn(B, 4), torch.randn(3, 4)], ("tag", torch.ones(1))),
-    params=20,
-    macs=(B + 3) * 16,
-    calls={"fc": 2},
-)
-
-
+@module("return_type_out", rand(B, 4), params=40, macs=B * 32)
 class ReturnType(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -202,9 +187,15 @@ class _Top(nn.Module):
         return x.max(1)
 
 
-add("return_type_out", lambda: ReturnType().eval(), rand(B, 4), params=40, macs=B * 32)
-
-
+@module(
+    "generator_out",
+    rand(B, 4),
+    params=3 * 20,
+    macs=3 * B * 16,
+    calls={"": 1, "layers.0": 1, "layers.2": 1},
+    tags={"no_grad_in"},
+    note="the layers run only when the result is iterated, after the root's hook",
+)
 class GeneratorOut(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -214,18 +205,6 @@ class GeneratorOut(nn.Module):
         for layer in self.layers:
             x = layer(x)
             yield x
-
-
-add(
-    "generator_out",
-    lambda: GeneratorOut().eval(),
-    rand(B, 4),
-    params=3 * 20,
-    macs=3 * B * 16,
-    calls={"": 1, "layers.0": 1, "layers.2": 1},
-    tags={"no_grad_in"},
-    note="the layers run only when the result is iterated, after the root's hook",
-)
 
 
 class Returns(nn.Module):
@@ -277,6 +256,7 @@ add(
 )
 
 
+@module("mixed_output_dtypes", rand(B, 4), params=20, macs=B * 16)
 class Mixed(nn.Module):
     """Integer, boolean, half, double and empty outputs of one layer."""
 
@@ -299,6 +279,3 @@ class _Spread(nn.Module):
             "empty": h[:0],
             "scalar": h.sum(),
         }
-
-
-add("mixed_output_dtypes", lambda: Mixed().eval(), rand(B, 4), params=20, macs=B * 16)

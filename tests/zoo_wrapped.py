@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zoo_base import add, rand
+from zoo_base import add, module, rand
 
 B = 2
 
@@ -38,6 +38,13 @@ add(
 )
 
 
+@module(
+    "script_part",
+    rand(B, 8),
+    params=SMALL + 6,
+    macs=SMALL_MACS + B * 4,
+    tags={"scripted", "no_fake"},
+)
 class ScriptPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -48,14 +55,6 @@ class ScriptPart(nn.Module):
         return self.fc(self.fast(x))
 
 
-add(
-    "script_part",
-    lambda: ScriptPart().eval(),
-    rand(B, 8),
-    params=SMALL + 6,
-    macs=SMALL_MACS + B * 4,
-    tags={"scripted", "no_fake"},
-)
 add(
     "compiled_cold",
     lambda: torch.compile(small().eval(), backend="eager"),
@@ -154,6 +153,14 @@ add(
 )
 
 
+@module(
+    "stateful_buffers",
+    rand(B, 4),
+    params=20,
+    macs=B * 16,
+    tags={"mutates_buffers"},
+    note="writes buffers in place, even in eval, and replaces one",
+)
 class Stateful(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -170,17 +177,13 @@ class Stateful(nn.Module):
         return h - self.ema.clone()
 
 
-add(
-    "stateful_buffers",
-    lambda: Stateful().eval(),
+@module(
+    "caches_activations",
     rand(B, 4),
     params=20,
     macs=B * 16,
-    tags={"mutates_buffers"},
-    note="writes buffers in place, even in eval, and replaces one",
+    note="keeps its last output as an ordinary attribute",
 )
-
-
 class CachingAttr(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -192,16 +195,7 @@ class CachingAttr(nn.Module):
         return self.cache
 
 
-add(
-    "caches_activations",
-    lambda: CachingAttr().eval(),
-    rand(B, 4),
-    params=20,
-    macs=B * 16,
-    note="keeps its last output as an ordinary attribute",
-)
-
-
+@module("mutates_input", rand(B, 4), params=20, macs=B * 16, tags={"mutates_input", "inplace"})
 class MutatesInput(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -209,16 +203,6 @@ class MutatesInput(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(x.mul_(0.5))
-
-
-add(
-    "mutates_input",
-    lambda: MutatesInput().eval(),
-    rand(B, 4),
-    params=20,
-    macs=B * 16,
-    tags={"mutates_input", "inplace"},
-)
 
 
 add(
