@@ -97,7 +97,7 @@ class Tally:
         skipped: name → type of what has no values to read.
         consumers: by layer, the class of the one activation that reads it.
         facts: what else is known of the model, by its name in `Record.meta`.
-        given: by row, the mean squares of what the layer's calls were given in the first record.
+        given: by row, the RMS of what each of the layer's calls was given in the first record.
         n_records: how many records were made.
         table: the records, whose fields are "moments", "hist" and "units".
 
@@ -180,13 +180,16 @@ class Tally:
             batch[row] = merged(batch[row], entry) if row in batch else entry
 
     def see_inputs(self, row: int, inputs: Any) -> None:
-        """Keep the mean square of the first tensor that a layer is given, if it has floats."""
+        """Keep the RMS of the first tensor that a layer is given, if it has floats."""
         t = None if is_transforming() else next(iter(leaves(inputs)), None)
         x = plain(t) if t is not None and t.is_floating_point() else None
         if x is not None and x.numel():
+            wide = x.dtype if x.itemsize > 2 else torch.float32
             with torch.inference_mode(False), torch.no_grad():
-                square = widened(x).square().mean()
-            self.given.setdefault(row, []).append(square)
+                # without a copy in float32, which may be too large for a device
+                x = x.to(wide) if x.itemsize < 2 else x
+                rms = torch.linalg.vector_norm(x, dtype=wide) / math.sqrt(x.numel())
+            self.given.setdefault(row, []).append(rms)
 
     def _entry(self, x: Any, row: int, dim: int | None) -> Entry:
         with np.errstate(all="ignore"):  # the user's own setting may raise
@@ -271,10 +274,12 @@ class Tally:
 
     def given_rms(self) -> dict[str, float]:
         """Return by name the RMS of each layer's inputs in the first record. Sync: once."""
-        self.given = {row: [float(x) for x in squares] for row, squares in self.given.items()}
+        self.given = {row: [float(x) for x in calls] for row, calls in self.given.items()}
         # all calls count: the first may be fed zeros
-        means = {row: sum(squares) / len(squares) for row, squares in self.given.items()}
-        return {self.names[row]: math.sqrt(mean) for row, mean in means.items()}
+        return {
+            self.names[row]: math.hypot(*calls) / math.sqrt(len(calls))
+            for row, calls in self.given.items()
+        }
 
     def dead(self, name: str) -> Any:
         """(units,) bool of a layer's units over the window; None if they are not known."""
