@@ -181,7 +181,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "words"), REFUSED, ids=lambda part: str(part)[:60])
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED, ids=[r[2][:60] for r in REFUSED])
 def test_it_is_refused_with_the_words_that_name_the_cure(
     call: Callable[[], Any], error: type[Exception], words: str
 ) -> None:
