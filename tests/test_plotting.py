@@ -103,14 +103,6 @@ def test_a_given_figure_or_axes_is_drawn_on_and_returned(name: str) -> None:
     assert PICTURES[name](made.run(n=10), **own) is next(iter(own.values()))
 
 
-def test_an_empty_figure_is_laid_out_so_that_no_name_is_cut_off() -> None:
-    fig = plotting.plot_run(made.run(made.resnet_names(), 10), fig=Figure((6, 5)))
-    fig.draw_without_rendering()
-
-    boxes = [label.get_window_extent() for label in fig.axes[0].get_yticklabels()]
-    assert min(box.x0 for box in boxes) >= 0
-
-
 @pytest.fixture
 def _as_in_a_notebook() -> Iterator[None]:
     token = figures._offscreen.set(False)
@@ -445,18 +437,6 @@ def test_the_area_under_each_line_of_a_density_is_one() -> None:
 
     for line in curves(ax).values():
         assert (line.get_ydata() * np.diff(edges)).sum() == pytest.approx(1)
-
-
-@pytest.mark.parametrize(
-    ("run", "step", "says"),
-    [
-        (made.run(n=30, every=10), 203, "Spread of activations at step 200"),  # the nearest
-        (blown_up(made.run(n=30), np.nan, slice(20, None)), None, "at step 19"),  # with values
-        (made.exploding(made.run(n=40)), 39, "step 39; 2 layers have no finite value there"),
-    ],
-)
-def test_density_says_which_record_it_shows(run: Run, step: int | None, says: str) -> None:
-    assert plotting.plot_density(run, step).get_title(loc="left").endswith(says)
 
 
 def test_colours_of_a_spread_are_shares_grey_and_vermilion() -> None:

@@ -73,22 +73,6 @@ def test_memory_is_bounded_for_two_small_layers_and_many_steps(
     assert len(stats.table) > 2**18 / (2 * 72 + 32) / 2
 
 
-def test_a_column_costs_its_numbers_and_no_objects() -> None:
-    table = StepTable(moments=MOMENTS)
-    numbers = {"moments": np.zeros((2, 9))}
-
-    tracemalloc.start()
-    try:
-        for step in range(20_000):
-            table.later((step, 0, step), lambda: numbers)
-        kept, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-
-    assert len(table) == 20_000
-    assert kept <= 2 * 20_000 * (2 * 72 + 32)  # arrays double
-
-
 def test_rows_that_come_late_leave_memory_bounded_and_the_past_blank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
