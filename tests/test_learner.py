@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from operator import gt
 from typing import Any
 
@@ -294,16 +293,6 @@ def test_a_pass_without_learning_changes_nothing_that_a_fit_goes_on_with(
     learn.fit(1, cbs=Callback(after_pred=lambda cb: dtypes.append(cb.learn.pred.dtype)))
     assert set(dtypes) == {torch.float32}
     assert learn.n_steps == 2
-
-
-def test_a_callback_that_was_there_in_a_validation_has_no_part_in_the_next_fit() -> None:
-    learn, autocast = quiet(cbs=MixedPrecision("bf16")), []
-    learn.validate()
-    learn.remove_cb(MixedPrecision)
-
-    learn.fit(1, cbs=Callback(after_batch=lambda cb: autocast.append(cb.learn.autocast)))
-
-    assert set(autocast) == {nullcontext}
 
 
 def test_predictions_come_in_order_without_a_graph_and_with_what_is_asked_for() -> None:

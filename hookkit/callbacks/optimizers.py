@@ -1,4 +1,4 @@
-"""The torch optimizer inside a library's wrapper, and the GradScaler that scaled a step's loss.
+"""Torch optimizers: out of a library's wrapper, their settings, who makes their steps.
 
 PyTorch keeps no list of GradScalers, nor has it hooks for them. A scaler is known while it makes a
 step: its `step` is then a caller of the optimizer's.
@@ -63,3 +63,16 @@ def skips_step(opt: Any) -> bool:
 def ids_of(opts: Iterable[Any]) -> set[int]:
     """Return the ids of all parameters that these optimizers hold."""
     return {id(p) for opt in opts for group in opt.param_groups for p in group["params"]}
+
+
+def settings_of(opt: Any) -> list[dict[str, Any]]:
+    """Return the settings of each parameter group: what it holds besides its parameters."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in opt.param_groups]
+
+
+def restore_settings(opt: Any, settings: list[dict[str, Any]], but: Iterable[str] = ()) -> None:
+    """Put back what `settings_of` returned, but for the values of some keys."""
+    for group, before in zip(opt.param_groups, settings, strict=False):
+        for key in group.keys() - before.keys() - {"params"}:
+            del group[key]  # the next schedule would begin with this one's `initial_lr`
+        group.update({k: v for k, v in before.items() if k not in but})
