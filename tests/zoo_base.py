@@ -22,16 +22,11 @@ class Entry:
     says why. `calls` names modules and how often `__call__` runs in one forward (a subset; fused
     transformer path off). Tags:
 
-    data_dependent  control flow or shapes depend on values
-    no_fake         cannot run on fake tensors
     raises          forward raises, on purpose
     inplace         an in-place operation follows or is a module
-    train_rng       a forward draws from the RNG (dropout in training mode)
-    mutates_buffers a forward writes buffers
     mutates_input   a forward writes into its input
-    needs_grad      forward calls autograd itself and fails under no_grad
     no_grad_in      outputs carry no gradient (generator of none, numbers, integers ...)
-    lazy, packed, scripted, compiled, meta, cyclic, checkpoint, checkpoint_reentrant, sparse
+    lazy, scripted, compiled, meta, cyclic, checkpoint_reentrant, sparse
     """
 
     name: str

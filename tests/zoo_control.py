@@ -18,7 +18,6 @@ B = 2
     params=2 * 40 + 72,
     macs=B * (32 + (B + 8) // 4 * 64),
     calls={"pos": 1, "neg": 0, "step": 2},
-    tags={"data_dependent", "no_fake"},
     note="ones: the positive branch, then (2 + 8) // 4 = 2 steps",
 )
 class DataDependent(nn.Module):
@@ -38,7 +37,7 @@ class DataDependent(nn.Module):
     rand(6, 4),
     params=4 * 3 + 3 + 3 * (4 * 8 + 8 + 8 * 4 + 4),
     macs=6 * (4 * 3 + 4 * 8 + 8 * 4),
-    tags={"data_dependent", "no_fake", "inplace"},
+    tags={"inplace"},
     note="each row meets one expert; an expert without rows is not called",
 )
 class MoE(nn.Module):
@@ -163,7 +162,7 @@ for reentrant in (False, True):
         params=144,
         macs=2 * B * 64,
         calls={"stem": 1, "block.0": 1, "block.2": 1},
-        tags={"train_rng", "checkpoint"} | ({"checkpoint_reentrant"} if reentrant else set()),
+        tags={"checkpoint_reentrant"} if reentrant else set(),
         note="the block runs again in backward: still one call",
     )
 
@@ -173,7 +172,7 @@ for reentrant in (False, True):
     rand(B, 4),
     params=30 + 7,
     macs=B * (4 * 6 + 6) * 2,
-    tags={"needs_grad", "no_grad_in"},
+    tags={"no_grad_in"},
     note="the backward inside forward costs both products once more",
 )
 class NeedsGrad(nn.Module):

@@ -35,7 +35,6 @@ add(
     rand(B, 3, 8, 8),
     params=CONVBN_PARAMS,
     macs=CONVBN_MACS,
-    tags={"mutates_buffers"},
 )
 add(
     "conv3d",

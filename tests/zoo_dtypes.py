@@ -66,7 +66,7 @@ if set(torch.backends.quantized.supported_engines) - {"none"}:
         rand(B, 8),
         params=0,
         macs=None,
-        tags={"packed", "no_fake", "no_grad_in"},
+        tags={"no_grad_in"},
         note="weights are packed objects, no Parameters: 0 parameters, no counted kernel",
     )
 
@@ -92,7 +92,7 @@ add(
     sparse_rows,
     params=64 + 10,
     macs=None,
-    tags={"sparse", "no_fake"},
+    tags={"sparse"},
     note="a sparse product costs by its non-zeros; torch's formula counts it dense",
 )
 
@@ -103,7 +103,7 @@ add(
     params=64 + 18,
     trainable=18,
     macs=None,
-    tags={"sparse", "no_fake"},
+    tags={"sparse"},
     note="numel of a sparse parameter is that of its dense shape; the product is not counted",
 )
 class SparseParam(nn.Module):
@@ -149,7 +149,7 @@ add(
     rand(B, 3, 6, 6),
     params=3 * 4 * 9 + 4 + 4 * 16 * 5 + 5,
     macs=B * (16 * 4 * 27 + 320),
-    tags={"lazy", "no_fake", "train_rng"},
+    tags={"lazy"},
     note="uninitialised until the first forward: the truth is after it (it draws the weights)",
 )
 
@@ -159,7 +159,7 @@ add(
     rand(B, 4),
     params=20 + 15,
     macs=B * (16 + 12),
-    tags={"lazy", "train_rng"},
+    tags={"lazy"},
     note="head exists after the first forward only: the truth is after it",
 )
 class BuiltOnFirstCall(nn.Module):

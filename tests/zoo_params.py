@@ -129,6 +129,5 @@ add(
     rand(B, 8),
     params=48 + 6,
     macs=B * 48,
-    tags={"mutates_buffers"},
     note="reading .weight in training mode advances the power iteration",
 )

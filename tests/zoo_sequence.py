@@ -45,7 +45,6 @@ add(
     lambda: (nn.utils.rnn.pack_sequence([torch.randn(5, 6), torch.randn(3, 6)]),),
     params=3 * 8 * (6 + 8) + 6 * 8,
     macs=(5 + 3) * 3 * 8 * (6 + 8),
-    tags={"no_fake"},
     note="a PackedSequence goes in and comes out",
 )
 
@@ -124,7 +123,6 @@ add(
     kwargs=lambda: {"src_key_padding_mask": torch.tensor([[False] * 5, [False] * 3 + [True] * 2])},
     params=2 * layer_params(16, 32),
     macs=B * 2 * layer_macs(16, 32, T),
-    tags={"no_fake"},
     note="with the fast path on and no grad, nested tensors flow inside; counts are without it",
 )
 add(

@@ -245,7 +245,7 @@ add(
     rand(B, 4),
     params=20,
     macs=B * 16,
-    tags={"no_fake", "data_dependent", "no_grad_in"},
+    tags={"no_grad_in"},
 )
 add(
     "returns_unknown_object",

@@ -24,7 +24,7 @@ add(
     rand(B, 8),
     params=SMALL,
     macs=SMALL_MACS,
-    tags={"scripted", "no_fake"},
+    tags={"scripted"},
     note="a ScriptModule refuses forward hooks",
 )
 add(
@@ -33,7 +33,7 @@ add(
     rand(B, 8),
     params=SMALL,
     macs=SMALL_MACS,
-    tags={"scripted", "no_fake"},
+    tags={"scripted"},
     note="submodules accept hooks that never fire",
 )
 
@@ -43,7 +43,7 @@ add(
     rand(B, 8),
     params=SMALL + 6,
     macs=SMALL_MACS + B * 4,
-    tags={"scripted", "no_fake"},
+    tags={"scripted"},
 )
 class ScriptPart(nn.Module):
     def __init__(self) -> None:
@@ -148,7 +148,6 @@ add(
     rand(B, 4),
     params=40 + 16 + 72,
     macs=B * (32 + 64),
-    tags={"train_rng"},
     note="a batch-norm kept in eval inside a training model",
 )
 
@@ -158,7 +157,6 @@ add(
     rand(B, 4),
     params=20,
     macs=B * 16,
-    tags={"mutates_buffers"},
     note="writes buffers in place, even in eval, and replaces one",
 )
 class Stateful(nn.Module):
