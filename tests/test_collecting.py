@@ -282,14 +282,6 @@ def test_nothing_of_the_model_and_the_process_is_changed(error: Any, tmp_path: P
     assert fingerprint(model, (), {}) == before
 
 
-def test_dropout_differs_from_batch_to_batch(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Dropout(0.5), nn.Identity()).train()
-
-    acts = collect(model, [torch.ones(1, 16)] * 4, "1", tmp_path)
-
-    assert len(acts["1"][:].unique(dim=0)) == 4
-
-
 @pytest.mark.slow
 def test_a_compiled_model_is_seen(tmp_path: Path) -> None:
     model = net()

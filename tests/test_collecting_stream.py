@@ -140,15 +140,6 @@ def test_a_stream_that_is_left_leaves_nothing_on_the_model(end: str) -> None:
     assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_a_buffer_that_ends_with_the_loader_is_given_once(n: int) -> None:
-    data = [torch.arange(5.0 * i, 5 * i + 5)[:, None] for i in range(n)]
-
-    found = [*activation_stream(nn.Identity(), data, "", batch_size=5, buffer=10)]
-
-    assert sorted(torch.cat(found).flatten().tolist()) == [*range(5 * n)]
-
-
 def test_batches_larger_than_the_buffer_are_given_before_more_are_loaded() -> None:
     loaded: list[int] = []
 
