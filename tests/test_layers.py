@@ -126,12 +126,6 @@ def test_no_module_imports_itself_over_others() -> None:
     assert cycle(module_graph()) == []
 
 
-def test_the_exceptions_are_needed() -> None:
-    found = {(f, r) for f, r in EXCEPTIONS if f"hookkit.{r}" in imports(PACKAGE / f)}
-
-    assert found == EXCEPTIONS
-
-
 def test_a_breach_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
     bad = tmp_path / "nested.py"

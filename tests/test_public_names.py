@@ -70,11 +70,8 @@ def test_public_names_and_signatures(golden: Callable[[str, str], None]) -> None
     golden("public_names.txt", "\n".join(lines()))
 
 
-def test_help_has_every_name_of_the_top_in_less_than_sixty_lines() -> None:
-    text = str(hookkit.__doc__)
-
-    assert set(hookkit.__all__) - {*re.findall(r"\w+", text)} == set()
-    assert len(text.splitlines()) < 60
+def test_help_has_every_name_of_the_top() -> None:
+    assert set(hookkit.__all__) - {*re.findall(r"\w+", str(hookkit.__doc__))} == set()
 
 
 def is_error(thing: Any) -> bool:
