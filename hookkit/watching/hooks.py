@@ -153,6 +153,8 @@ class LoopHooks:
     def _after_loss(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if is_compiling() or not self.loop.training or not self._counts():
             return
+        if self.loop.rolled_out and self.loop.loss is not None:
+            return  # of a validation with gradients on, after a batch that was not stepped
         if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
             self.loss_twice |= self._last_loss is not None and self.loop.loss is self._last_loss
             if args:
