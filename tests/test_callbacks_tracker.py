@@ -56,6 +56,8 @@ def test_it_knows_the_best_epoch_which_is_better_by_min_delta(delta: float, best
     ):
         assert TrackerCallback("mae").comp(2.0, 1.0)
     assert TrackerCallback("score", comp=np.less).comp(1.0, 2.0)
+    for name in ("accuracy", "valid_accuracy", "F1Score", "roc_auc_score"):  # no guess, no warning
+        assert TrackerCallback(name).comp(2.0, 1.0)
 
 
 def test_nan_is_never_the_best_and_a_cancelled_validation_is_not_judged() -> None:
