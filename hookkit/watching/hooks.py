@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from itertools import chain
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -84,14 +84,11 @@ class LoopHooks:
         if isinstance(self.loop.loss_func, nn.Module):
             check_hookable(self.loop.loss_func, "watch")
             self._handles.append(attach(self.loop.loss_func, self._after_loss))
-        # of any optimizer: one may be made later, or be inside of another's step
-        register: Any = global_hooks.register_optimizer_step_pre_hook
-        self._handles.append(register(self._before_step))
-        register = global_hooks.register_optimizer_step_post_hook
-        self._handles.append(register(self._after_step))
+        _listen(self, True)
 
     def remove(self) -> None:
         """Removes what `attach` registered; can be called at any time, and twice."""
+        _listen(self, False)
         remove_all([*self._handles, *self._on_parts])
         self._thread, self._evaluated = 0, True  # what is under way no longer counts
         vars(self).pop("loop", None)
@@ -166,11 +163,13 @@ class LoopHooks:
 
     def _follows(self, opt: Optimizer) -> bool:
         """Whether a step of `opt` counts; in a backward pass a thread of autograd's may make it."""
-        if is_compiling() or not (self.owns(opt) or opt in self.loop.opts):
+        if is_compiling() or (get_ident() != self._thread and graph_task() == -1):
             return False
-        return get_ident() == self._thread or graph_task() != -1
+        loop = vars(self).get("loop")  # another thread may just have ended it
+        return loop is not None and (self.owns(opt) or opt in loop.opts)
 
-    def _before_step(self, opt: Optimizer, args: Any, kwargs: Any) -> Any:
+    def before_step(self, opt: Optimizer, args: Any, kwargs: Any) -> Any:
+        """A step of any optimizer begins; returns its arguments, if its closure is reported."""
         if not self._follows(opt) or skips_step(opt):
             return None
         self._steps.append(opt)
@@ -204,10 +203,51 @@ class LoopHooks:
 
         return call
 
-    def _after_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
+    def after_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
+        """A step of any optimizer ends."""
         if not self._steps or self._steps[-1] is not opt:
             return  # its begin was not followed
         self._steps.pop()
         if not self._steps:
             self._depth = 0  # a forward that Ctrl-C has cut short ends here
             self.loop.step_ended(opt)
+
+
+# --- hooks on the steps of any optimizer: one may be made later, or be inside of another's step
+#
+# PyTorch iterates over its global hooks while they run. Another thread that trains, with or without
+# watch, would fail if a hook came or went in the meantime. So there is one for all watched loops,
+# from the first that begins to the last that ends.
+
+_listening: tuple[LoopHooks, ...] = ()  # replaced, never changed: another thread may iterate
+_handles: list[RemovableHandle] = []
+_lock = Lock()
+
+
+def _listen(hooks: LoopHooks, on: bool) -> None:
+    """Tells `hooks` of each step of an optimizer from now on, or no more."""
+    global _listening
+    with _lock:
+        others = tuple(each for each in _listening if each is not hooks)
+        _listening = (*others, hooks) if on else others
+        if not _listening:
+            remove_all(_handles)
+            _handles.clear()
+        elif not _handles:
+            register: Any = global_hooks.register_optimizer_step_pre_hook
+            _handles.append(register(_before_step))
+            register = global_hooks.register_optimizer_step_post_hook
+            _handles.append(register(_after_step))
+
+
+def _before_step(opt: Optimizer, args: Any, kwargs: Any) -> Any:
+    changed = None
+    for hooks in _listening:
+        if (result := hooks.before_step(opt, args, kwargs)) is not None:
+            changed = args, kwargs = result
+    return changed
+
+
+def _after_step(opt: Optimizer, args: Any, kwargs: Any) -> None:
+    for hooks in _listening:
+        hooks.after_step(opt, args, kwargs)
