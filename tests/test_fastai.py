@@ -257,16 +257,3 @@ def test_a_scripted_layer_says_its_channels() -> None:
 def test_a_size_of_a_wrong_kind_is_an_error_before_anything_runs(f: Any, size: Any) -> None:
     with pytest.raises(OptionError, match=r"size=.*: sizes are whole numbers from 1, such as"):
         f(nn.Conv2d(3, 4, 3), size)
-
-
-@pytest.mark.parametrize(
-    "f",
-    [
-        *(dummy_eval, flatten_model, has_params, in_channels, model_sizes),
-        *(num_features_model, total_params),
-    ],
-)
-@pytest.mark.parametrize("m", [None, "net", [nn.Linear(2, 2)], nn.Linear])
-def test_what_is_no_module_is_an_error_that_names_the_function(f: Any, m: Any) -> None:
-    with pytest.raises(ArgumentError, match=rf"{f.__name__}: expected an nn.Module, found"):
-        f(m)

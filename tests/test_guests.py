@@ -94,20 +94,6 @@ def test_our_captures_are_right_while_captum_sees_edits_swaps_and_features(
     torch.testing.assert_close(saliency, torch.autograd.grad(hidden[:, 3].sum(), x)[0])
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_captums_hooks_outlive_our_block(net: Net, x: Tensor) -> None:
-    fired: list[int] = []
-    theirs = net.conv.register_forward_hook(lambda *_: fired.append(1))
-
-    with hook_outputs(select(net)), swap(net, {"head": Catcher}):
-        net(x)
-    net(x)
-
-    assert len(fired) == 2
-    assert n_hooks(net) == 1
-    theirs.remove()
-
-
 # --- TensorBoard
 
 

@@ -64,6 +64,15 @@ from hookkit.errors import (
     missing_extra,
     nearest,
 )
+from hookkit.fastai import (
+    dummy_eval,
+    flatten_model,
+    has_params,
+    in_channels,
+    model_sizes,
+    num_features_model,
+    total_params,
+)
 from hookkit.swapping import Wrapper
 from hookkit.testing import synth_learner
 
@@ -132,6 +141,18 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
             (3, "an int"),
             ([nn.ReLU()], "a list"),
             (lambda x: x, "a function"),
+        )
+    ),
+    *(
+        (partial(f, nn.Linear), ArgumentError, f"{f.__name__}: expected an nn.Module, found")
+        for f in (
+            dummy_eval,
+            flatten_model,
+            has_params,
+            in_channels,
+            model_sizes,
+            num_features_model,
+            total_params,
         )
     ),
     (lambda: edit_output("fc1", zero()), ArgumentError, r'"fc1"\. Pass select\(model, "fc1"\)'),
