@@ -45,6 +45,13 @@ def test_the_covariance_is_torchs() -> None:
         torch.testing.assert_close(found.mean, ROWS.double().mean(0), rtol=1e-14, atol=0)
 
 
+def test_rows_can_be_a_view_that_is_not_contiguous() -> None:
+    rows = ROWS.transpose(1, 2)  # as a batch_first LSTM gives them
+
+    for found in fed(Covariance(), rows):
+        torch.testing.assert_close(found.cov, torch.cov(rows.double().flatten(1).T))
+
+
 def test_complex_rows_have_a_mean_and_torchs_covariance() -> None:
     rows = torch.complex(torch.randn(50, 3, generator=G), torch.randn(50, 3, generator=G) + 9)
 

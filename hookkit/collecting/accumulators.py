@@ -78,7 +78,7 @@ class Covariance(Mean):
         if len(rows):
             x = _widest(rows)
             mean = x.mean(0)
-            x = (x - mean).view(len(x), -1)
+            x = (x - mean).reshape(len(x), -1)
             self._join(len(x), mean)
             self._products.addmm_(x.T, x.conj())  # in place: a copy of d × d would cost as much
 
