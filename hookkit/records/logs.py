@@ -52,8 +52,6 @@ def send(
     for step in sorted(rows):
         scalars(max(step, least), rows[step])
         sent.update(dict.fromkeys(rows[step], step))
-    if callable(getattr(writer, "add_histogram_raw", None)):
-        _send_histograms(writer, run, sent, layers)
 
 
 def _recorded(what: str, chosen: Any, run: Any, names_of: Any) -> list[str] | None:
@@ -121,36 +119,6 @@ def _tags(record: Record, layers: list[str] | None) -> Iterator[tuple[int, str]]
     for row, (tag, name) in enumerate(zip(tags, record.names, strict=True)):
         if layers is None or any(_matches(name, pattern) for pattern in layers):
             yield row, tag if times[tag] == 1 else name or "(model)"
-
-
-def _send_histograms(writer: Any, run: Any, sent: dict[str, int], layers: Any) -> None:
-    """Send TensorBoard the histograms that are newer than those in `sent`."""
-    for record in run.records:
-        for row, tag in _tags(record, layers) if record.hist is not None else ():
-            tag = f"{record.kind}/{tag}"
-            last = sent.get(f"{tag} histogram", -1)
-            for i in np.flatnonzero((record.steps > last) & record.hist[row].any(0)):
-                step = int(record.steps[i])
-                writer.add_histogram_raw(tag, **_raw(record, row, int(i)), global_step=step)
-                sent[f"{tag} histogram"] = step
-
-
-def _raw(record: Record, row: int, i: int) -> dict[str, Any]:
-    """Return arguments of `add_histogram_raw`, from the first bin with values to the last."""
-    assert record.hist is not None
-    assert record.edges is not None
-    counts = record.hist[row, :, i]
-    used = np.flatnonzero(counts)
-    limits = record.edges[used[0] + 1 : used[-1] + 2].copy()
-    mean, rms, low, high = (float(record.values[s][row, i]) for s in ("mean", "rms", "min", "max"))
-    if np.isinf(limits[-1]):  # an open bin ends at the greatest value
-        limits[-1] = max(high, np.nextafter(record.edges[-2], np.inf))
-    n, rms = int(counts.sum()), min(rms, 1e150)  # or Python's ** raises
-    return {
-        **{"min": low, "max": high, "num": n, "sum": mean * n, "sum_squares": rms**2 * n},
-        "bucket_limits": limits.tolist(),
-        "bucket_counts": counts[used[0] : used[-1] + 1].tolist(),
-    }
 
 
 # TensorBoard's method; mlflow's, Comet's and Lightning's; wandb's, trackio's and accelerate's

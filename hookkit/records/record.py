@@ -71,8 +71,7 @@ class Tables:
         """Send all that was recorded to a tracker or a file: losses, and a few scalars per layer.
 
         Each call sends everything. `LogTo` sends what is new, while a model trains. Names are
-        `loss`, `grad_norm`, `lr`, `epoch/valid_loss`, `activation/mean/layer1.0`. Histograms go to
-        TensorBoard, in the bins they were recorded in.
+        `loss`, `grad_norm`, `lr`, `epoch/valid_loss`, `activation/mean/layer1.0`.
 
         Args:
             writer: a SummaryWriter of torch or tensorboardX; what has `log_metrics(dict, step=)`
