@@ -14,22 +14,6 @@ def small_names() -> list[tuple[str, str]]:
     return [("fc1", "Linear"), ("act", "ReLU"), ("fc2", "Linear")]
 
 
-def resnet_names() -> list[tuple[str, str]]:
-    names = [("conv1", "Conv2d"), ("bn1", "BatchNorm2d"), ("relu", "ReLU")]
-    parts = [
-        ("conv1", "Conv2d"),
-        ("bn1", "BatchNorm2d"),
-        ("conv2", "Conv2d"),
-        ("bn2", "BatchNorm2d"),
-    ]
-    for stage in range(1, 5):
-        for block in range(3):
-            names += [
-                (f"layer{stage}.{block}.{name}", kind) for name, kind in [*parts, ("relu", "ReLU")]
-            ]
-    return [*names, ("avgpool", "AdaptiveAvgPool2d"), ("fc", "Linear")]
-
-
 def transformer_names() -> list[tuple[str, str]]:
     parts = [("ln_1", "LayerNorm"), ("attn.q_proj", "Linear"), ("attn.k_proj", "Linear")]
     parts += [("attn.v_proj", "Linear"), ("attn.out_proj", "Linear"), ("attn.dropout", "Dropout")]
@@ -167,30 +151,3 @@ def exploding(source: Run) -> Run:
     losses = np.where(np.arange(n) < end, source.losses, np.nan)
     values = {**r.values, **scaled, "nonfinite": bad}
     return replace(source, activations=replace(r, values=values, hist=hist), losses=losses)
-
-
-def dead(source: Run) -> Run:
-    """The ReLUs die one after the other; the layer after the last was never called."""
-    r = source.activations
-    assert r is not None
-    m, n = r.values["rms"].shape
-    share = np.full((m, n), np.nan)
-    values = {k: v.copy() for k, v in r.values.items()}
-    hist = None if r.hist is None else r.hist.copy()
-    relus = [i for i, kind in enumerate(r.types) if kind in ("ReLU", "GELU")]
-    for k, i in enumerate(relus):
-        share[i] = np.clip(np.linspace(-0.3, 1.6 - 0.8 * k / len(relus), n), 0, 1)
-        gone = share[i] >= 1
-        for name in ("mean", "std", "rms", "min", "max"):
-            values[name][i, gone] = 0.0
-        values["near_zero"][i] = 0.5 + share[i] / 2
-        if hist is not None:
-            hist[i][:, gone] = 0
-            hist[i, len(EDGES) // 2 - 1, gone] = 2048
-    for table in values.values():
-        table[-1] = np.nan
-    values["nonfinite"][-1] = 0
-    if hist is not None:
-        hist[-1] = 0
-    values |= {"dead": share, "dormant": np.clip(share + 0.1, 0, 1)}
-    return replace(source, activations=replace(r, values=values, hist=hist))

@@ -16,7 +16,6 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import hookkit.hooks.eager as eager
 from hookkit.editing import edit_grad, edit_input, edit_output, scale, zero
-from hookkit.features import feature_extractor
 from hookkit.hooks import hook_all, hook_input, hook_inputs, hook_output, hook_outputs
 from hookkit.swapping import Catcher, swap
 
@@ -86,18 +85,6 @@ def test_no_block_makes_a_compiled_model_compile_again(block: str, net: Net, x: 
 
     assert counter.frame_count == before
     assert not eager.EAGER.owners
-
-
-def test_an_extractor_on_a_compiled_model_makes_no_graph(net: Net, x: Tensor) -> None:
-    counter = CompileCounter()
-    compiled = torch.compile(net, backend=counter)
-    want = compiled(x)
-
-    feature = feature_extractor(compiled, "a")(x)["a"]
-
-    torch.testing.assert_close(feature, net.a(x))
-    torch.testing.assert_close(compiled(x), want)
-    assert counter.frame_count == 1
 
 
 def test_an_exception_in_a_block_leaves_the_compiler_as_it_was(net: Net, x: Tensor) -> None:

@@ -62,16 +62,6 @@ def test_of_a_model_the_keys_select() -> None:
     assert x.grad.tolist() == [[3.0, 3.0]]
 
 
-def test_a_path_into_an_output_has_its_own_edit() -> None:
-    net = nn.ModuleDict({"lstm": nn.LSTM(2, 3)})
-    x = torch.randn(4, 1, 2)
-    with edit_outputs(net, {"lstm[0]": zero()}):
-        y, (h, _) = net["lstm"](x)
-
-    assert not y.any()
-    assert h.any()
-
-
 @pytest.mark.parametrize(
     ("edits", "error", "says"),
     [

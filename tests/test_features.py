@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hookkit.editing import add, edit_output
-from hookkit.errors import HookError, NeverFiredWarning, SelectionError
+from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.features import feature_extractor
 from hookkit.hooks import hook_outputs
-from hookkit.selecting import select
 
 
 class LeNet(nn.Module):
@@ -55,13 +54,6 @@ def conv2_by_hand(net: LeNet) -> Tensor:
     return net.conv2(net.pool(net.conv1(IMAGE).relu()))
 
 
-def test_lenet_conv2_in_two_lines(lenet: LeNet) -> None:
-    extract = feature_extractor(lenet, "conv2")
-    features = extract(IMAGE)
-
-    torch.testing.assert_close(features, {"conv2": conv2_by_hand(lenet)})
-
-
 def test_it_runs_only_as_far_as_needed() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), Blows())
 
@@ -70,25 +62,12 @@ def test_it_runs_only_as_far_as_needed() -> None:
         feature_extractor(net, "1", stop=False)(torch.ones(1, 2))
 
 
-def test_later_in_place_operations_do_not_reach_the_features(lenet: LeNet) -> None:
-    features = feature_extractor(lenet, "conv1", "conv2", "act", stop=False)(IMAGE)
-
-    torch.testing.assert_close(features["conv1"], lenet.conv1(IMAGE))
-    torch.testing.assert_close(features["conv2"], conv2_by_hand(lenet))
-
-
 def test_gradients_flow_through_the_features(lenet: LeNet) -> None:
     feature_extractor(lenet, "conv1", "conv2")(IMAGE)["conv2"].square().sum().backward()
 
     wanted = torch.autograd.grad(conv2_by_hand(lenet).square().sum(), lenet.conv1.weight)[0]
     torch.testing.assert_close(lenet.conv1.weight.grad, wanted)
     assert lenet.fc.weight.grad is None
-
-
-def test_selectors_names_and_order(lenet: LeNet) -> None:
-    assert list(feature_extractor(lenet, {"conv2": "h"}, nn.Conv2d)(IMAGE)) == ["h", "conv1"]
-    assert list(feature_extractor(lenet, lenet.conv1, "conv2")(IMAGE)) == ["conv1", "conv2"]
-    assert list(feature_extractor(lenet, select(lenet, {"fc": "out"}))(IMAGE)) == ["out"]
 
 
 def test_leaf_paths_and_structures() -> None:
@@ -271,11 +250,6 @@ def test_a_layer_that_is_not_reached() -> None:
 
     assert features["b"] is None
     assert features["a"].item() == 1
-
-
-def test_unknown_layers_and_options(lenet: LeNet) -> None:
-    with pytest.raises(SelectionError, match=r'Nearest: "conv1", "conv2"\.'):
-        feature_extractor(lenet, "conv0")
 
 
 def test_a_path_that_is_not_there() -> None:

@@ -174,21 +174,6 @@ def test_the_functions_of_an_exported_program_are_seen(net: nn.Sequential, x: Te
     torch.testing.assert_close(h.stored, expected.stored)
 
 
-def test_the_attention_inside_of_pytorchs_own_is_seen(x: Tensor) -> None:
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    with hook_function(F.scaled_dot_product_attention, within=[("attn", attention)]) as h:
-        y, _ = attention(x, x, x, need_weights=False)
-    with hook_function(F.softmax, within=[("attn", attention)]) as weights:
-        _, w = attention(x, x, x, average_attn_weights=False)
-
-    assert h.names == ("attn/scaled_dot_product_attention:0",)
-    joined = h[0].stored.transpose(1, 2).reshape(2, 5, 8)
-    torch.testing.assert_close(attention.out_proj(joined), y)
-    torch.testing.assert_close(weights[0].stored.view_as(w), w)
-    torch.testing.assert_close(attention(x, x, x, need_weights=False)[0], y, rtol=0, atol=0)
-
-
 def test_what_is_given_as_within_is_checked(net: nn.Sequential) -> None:
     with pytest.raises(ArgumentError, match="hook_function: expected modules, found the s"):
         hook_function(F.relu, within="0")  # type: ignore[arg-type]

@@ -1,6 +1,5 @@
 """hook_all, print_sizes and hook_tensor: blocks inside their own blocks, removals in any order."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -79,18 +78,6 @@ def test_global_hooks_are_gone_after_an_exception(
 
     assert is_clean()
     assert n_hooks(net) == 0
-
-
-def test_sizes_of_a_shallow_copy_are_printed(
-    net: nn.Sequential, x: Tensor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with print_sizes(net):
-        copy.copy(net[0])(x)
-        net(x)
-
-    assert capsys.readouterr().out.startswith(
-        "4×5 → 4×10  (a copy) (Linear)\n4×5 → 4×10  0 (Linear)\n"
-    )
 
 
 def test_hook_tensor_stores_the_gradient_of_an_intermediate_tensor() -> None:
