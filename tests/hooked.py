@@ -1,19 +1,44 @@
-"""What most tests ask when hookkit is done: which hooks there are, and whether all is as before.
+"""Modules that many tests hook, and what they ask after it: which hooks there are, what changed.
 
-No public function says it; the tables are private, and the same in torch 2.11 to 2.13.
+No public function says the latter; the tables are private, and the same in torch 2.11 to 2.13.
 """
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, optimizer
+from torch.utils.checkpoint import checkpoint
 
 from hookkit.nested import leaves
 
 OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Gives(nn.Module):
+    """Gives what a function makes of its inputs."""
+
+    def __init__(self, f: Callable[..., Any]) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.f(*args, **kwargs)
+
+
+class Checkpointed(nn.Module):
+    """Runs a layer and a ReLU inside a checkpoint."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.fc, self.reentrant = nn.Linear(3, 3), reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        run = lambda x: self.fc(x).relu()  # noqa: E731
+        return checkpoint(run, x, use_reentrant=self.reentrant)
 
 
 def n_hooks(model: nn.Module, *opts: Optimizer) -> int:

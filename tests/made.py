@@ -14,16 +14,6 @@ def small_names() -> list[tuple[str, str]]:
     return [("fc1", "Linear"), ("act", "ReLU"), ("fc2", "Linear")]
 
 
-def transformer_names() -> list[tuple[str, str]]:
-    parts = [("ln_1", "LayerNorm"), ("attn.q_proj", "Linear"), ("attn.k_proj", "Linear")]
-    parts += [("attn.v_proj", "Linear"), ("attn.out_proj", "Linear"), ("attn.dropout", "Dropout")]
-    parts += [("ln_2", "LayerNorm"), ("mlp.c_fc", "Linear"), ("mlp.act", "GELU")]
-    parts += [("mlp.c_proj", "Linear"), ("mlp.dropout", "Dropout"), ("residual", "Identity")]
-    names = [("transformer.wte", "Embedding"), ("transformer.wpe", "Embedding")]
-    names += [(f"transformer.h.{i}.{name}", kind) for i in range(24) for name, kind in parts]
-    return [*names, ("transformer.ln_f", "LayerNorm"), ("lm_head", "Linear")]
-
-
 def record(
     layers: list[tuple[str, str]],
     n: int = 300,

@@ -144,20 +144,6 @@ def test_fused_encoder_layers_in_eval_mode_and_without_a_batch(norm_first: bool)
     torch.testing.assert_close(single["layers.0.self_attn"], found["layers.0.self_attn"][:1])
 
 
-def test_a_layer_that_attends_twice_has_numbers() -> None:
-    q, k = queries()
-
-    class Twice(nn.Module):
-        def forward(self, q: Tensor, k: Tensor) -> Tensor:
-            once = F.scaled_dot_product_attention(q, k, k)
-            return F.scaled_dot_product_attention(once, k, k)
-
-    found = attention_weights(nn.ModuleDict({"a": Twice()})["a"], q, k)
-
-    assert list(found) == [":0", ":1"]
-    assert not torch.equal(found[":0"], found[":1"])
-
-
 def test_the_run_is_the_models_own_and_nothing_stays() -> None:
     model = Wrapped({"dropout": 0.5}, {})
     x = torch.randn(2, 5, 8)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hooked import n_hooks
+from hooked import Gives, n_hooks
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map
@@ -35,15 +35,6 @@ def x() -> Tensor:
     return torch.linspace(-1, 1, 20).reshape(4, 5)
 
 
-class Gives(nn.Module):
-    def __init__(self, f: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.f = f
-
-    def forward(self, x: Tensor) -> Any:
-        return self.f(x)
-
-
 # --- which modules
 
 
@@ -64,15 +55,6 @@ def test_a_lone_tensor_is_the_one_gradient_of_a_backward_edit(x: Tensor) -> None
 
     assert x.grad is not None
     assert not x.grad.any()
-
-
-def test_a_module_given_twice_is_captured_twice(net: nn.Sequential, x: Tensor) -> None:
-    with hook_outputs([net[0], net[0]]) as h, hook_outputs([net[0], net[0]], grad=True) as g:
-        net(x).sum().backward()
-
-    assert torch.equal(h[0].stored, h[1].stored)
-    assert torch.equal(g[0].stored[0], g[1].stored[0])
-    assert n_hooks(net) == 0
 
 
 # --- what happens meanwhile

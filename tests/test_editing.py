@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from backwards import BackwardIn, here, pytorchs_thread
+from hooked import Checkpointed, Gives
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
@@ -47,17 +48,6 @@ Pair = namedtuple("Pair", "h rest")
 class Out:
     logits: Tensor
     n: int
-
-
-class Gives(nn.Module):
-    """Returns what `make` makes of its input."""
-
-    def __init__(self, make: Callable[..., Any]) -> None:
-        super().__init__()
-        self.make = make
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.make(*args, **kwargs)
 
 
 STRUCTURES: dict[str, Callable[[Tensor], Any]] = {
@@ -169,15 +159,6 @@ def test_the_tensors_of_the_run_and_of_the_user_are_not_written() -> None:
 
     assert torch.equal(x, stored)
     assert mine.tolist() == [0, 0, 0]
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.fc, self.reentrant = nn.Linear(3, 3), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda x: self.fc(x).relu(), x, use_reentrant=self.reentrant)
 
 
 @pytest.mark.parametrize("backward_in", [here, pytorchs_thread])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fastcore.foundation import L
+from hooked import Gives, n_hooks
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
@@ -48,28 +49,6 @@ def x() -> Tensor:
 @pytest.fixture
 def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 3))
-
-
-class Returns(nn.Module):
-    """Gives back what a function makes of its input."""
-
-    def __init__(self, f: Any) -> None:
-        super().__init__()
-        self.f = f
-
-    def forward(self, x: Tensor) -> Any:
-        return self.f(x)
-
-
-def hooks_of(model: nn.Module) -> list[Any]:
-    dicts = (
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_backward_hooks",
-        "_forward_hooks_with_kwargs",
-    )
-    found = [list(getattr(m, d)) for m in model.modules() for d in dicts]
-    return [key for keys in found for key in keys]
 
 
 # -- what is stored ---------------------------------------------------------------------------
@@ -110,7 +89,7 @@ STRUCTURES = {
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_structures_keep_their_type_and_the_forward_keeps_its_output(name: str, x: Tensor) -> None:
-    model = Returns(STRUCTURES[name])
+    model = Gives(STRUCTURES[name])
     x.requires_grad_()
 
     with hook_output(model) as h, hook_output(model, clone=True) as c:
@@ -129,7 +108,7 @@ def test_structures_keep_their_type_and_the_forward_keeps_its_output(name: str, 
 
 @pytest.mark.parametrize("value", [None, 3, "text", ()])
 def test_what_is_no_tensor_is_stored_as_it_is(value: Any, x: Tensor) -> None:
-    model = Returns(lambda x: value)
+    model = Gives(lambda x: value)
 
     with hook_output(model) as h:
         assert model(x) is value
@@ -192,7 +171,7 @@ def test_an_exception_of_the_function_names_the_module(net: nn.Sequential, x: Te
 
     assert "raised by the hook" in e.value.__notes__[0]
     assert "Linear(in_features=5" in e.value.__notes__[0]
-    assert hooks_of(net) == []
+    assert n_hooks(net) == 0
 
 
 def test_an_edit_of_inputs_gives_as_many_as_there_are() -> None:
@@ -251,7 +230,7 @@ def test_what_is_no_module_is_refused_at_once(modules: Any, message: str) -> Non
         hook_outputs(modules)
 
     if isinstance(modules, list):
-        assert hooks_of(modules[0]) == []
+        assert n_hooks(modules[0]) == 0
 
 
 def named_mlp() -> nn.Sequential:
@@ -378,7 +357,7 @@ def test_stop_ends_the_forward_after_the_last_wanted_layer(x: Tensor) -> None:
 
     assert torch.equal(h.stored[0], model.a(x))
     assert not model.ran
-    assert hooks_of(model) == []
+    assert n_hooks(model) == 0
 
 
 def test_a_stop_that_the_model_swallows_is_reported(x: Tensor) -> None:
@@ -392,7 +371,7 @@ def test_a_stop_that_the_model_swallows_is_reported(x: Tensor) -> None:
 
     swallowed = pytest.warns(NeverFiredWarning, match="the model caught StopForward")
     with swallowed, hook_output(inner, stop=True):
-        Returns(bare)(x)
+        Gives(bare)(x)
 
 
 @pytest.mark.parametrize("options", [{}, {"keep": "all"}, {"grad": True}, {"detach": False}])
@@ -415,22 +394,7 @@ def test_nothing_is_kept_alive_without_the_garbage_collector(options: Any, x: Te
         gc.enable()
 
 
-# -- copies -----------------------------------------------------------------------------------
-
-
 # -- other ways to run a model ----------------------------------------------------------------
-
-
-def test_a_fused_transformer_layer_runs_its_parts_while_hooked() -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    x = torch.randn(2, 3, 8)
-    with torch.no_grad():
-        want = layer(x)
-        with hook_outputs([layer.linear1, layer.self_attn]) as h:
-            got = layer(x)
-
-    torch.testing.assert_close(got, want)
-    assert h.stored[0].shape == (2, 3, 16)
 
 
 def test_meta_and_fake_tensors_are_stored(x: Tensor) -> None:
@@ -464,7 +428,7 @@ def test_attach_ignores_what_the_function_returns_unless_it_edits(
 
     for handle in (observer, editor, editor):
         handle.remove()
-    assert hooks_of(net) == []
+    assert n_hooks(net) == 0
 
 
 def test_a_devices_outputs_arrive_on_the_cpu_when_they_are_read(

@@ -76,7 +76,7 @@ def never_ran(run: Run) -> Run:
 
 RUNS: dict[str, Callable[[], Run]] = {
     "no steps": lambda: made.run(n=0),
-    "292 layers": lambda: made.run(made.transformer_names(), 4, epoch=2),
+    "292 layers": lambda: made.run([(f"h.{i}.fc", "Linear") for i in range(292)], 4, epoch=2),
     "700 steps": lambda: made.run(n=700),
     "never ran": lambda: never_ran(made.run(n=20)),
     "exploding": lambda: made.exploding(made.run(n=40, epoch=10)),

@@ -115,17 +115,6 @@ def test_steps_are_those_of_the_losses_or_the_records() -> None:
     assert repr(Run(record(), losses=np.ones(7))) == "Run(7 steps; 2 activations)"
 
 
-def test_an_incident_reads_as_text() -> None:
-    past = {"fc": np.array([1.0, 4.0, 64.0])}
-    incident = Incident("activation", "fc", "Linear", 12, 1, 12, ("head",), np.arange(9, 12), past)
-
-    assert str(incident) == (
-        "step 12 (epoch 1): first non-finite activation of fc (Linear)\n"
-        "  its RMS in the steps before: 1 4 64\n"
-        "  then: head"
-    )
-
-
 def test_arrays_cannot_be_written_to_and_those_they_were_made_of_can() -> None:
     means = np.ones((1, 2))
     axes: Any = [np.arange(2)] * 3

@@ -188,10 +188,6 @@ def test_a_path_goes_with_globs_and_dicts(net: Net) -> None:
     assert [chosen.leaf(name) for name in chosen] == ["[0]"] * 4
 
 
-def test_two_leaves_of_one_module_are_two_entries(net: Net) -> None:
-    assert list(select(net, "lstm[0]", "lstm[1]", "lstm")) == ["lstm[0]", "lstm[1]", "lstm"]
-
-
 # --- shared modules, cycles, wrappers, odd modules
 
 

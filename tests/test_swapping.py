@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from hooked import Checkpointed
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from hookkit.errors import (
     ArgumentError,
@@ -156,15 +156,6 @@ def test_a_wrapper_has_the_attributes_of_what_it_wraps() -> None:
 
 
 # --- Catcher
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.fc, self.reentrant = nn.Linear(3, 3), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.fc, x, use_reentrant=self.reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
