@@ -93,8 +93,7 @@ def test_nothing_of_it_stays(mode: Any, first: bool, tmp_path: Path) -> None:
         if finds:
             find(learn)
         results.append(trained(learn))
-        clip = learn.gradient_clip.norms.read().tolist()
-        files.append((clip, learn.n_steps, (folder / "a.jsonl").read_text(), len(learn.cbs)))
+        files.append((learn.n_steps, (folder / "a.jsonl").read_text(), len(learn.cbs)))
 
     assert same(*results)
     assert files[0] == files[1]

@@ -167,7 +167,6 @@ def learnt() -> dict[str, Any]:
         "weights": [p.detach().clone() for p in net.parameters()],
         "momenta": [learn.opt.state[p]["momentum_buffer"].clone() for p in net.parameters()],
         "losses": run.losses,
-        "norms before clipping": learn.gradient_clip.norms.read(),
         "valid": [row["valid_loss"] for row in run.valid],
         "activations": [run.activations.value(name) for name in ("count", "mean", "std", "max")],
         "gradients": run.gradients.value("rms"),
