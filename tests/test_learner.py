@@ -434,7 +434,6 @@ AT_ONCE: dict[str, Callable[[], Any]] = {  # what was asked, by what is said
     "only the loss of float16 is scaled": lambda: MixedPrecision("bf16", init_scale=2.0),
     r"in watch use torch\.autocast": in_watch,
     "LogTo: an int was given": lambda: LogTo(3),
-    r'LogTo\("runs"\): a file to log to ends in': lambda: LogTo("runs"),
     r"import wandb; LogTo\(wandb\)": lambda: LogTo("wandb"),
     r"LogTo\(statistics='men'\)": lambda: LogTo("a.csv", statistics="men"),
     "validate: this Learner has no data": lambda: Learner(None, RegModel()).validate(),

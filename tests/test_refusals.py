@@ -26,7 +26,6 @@ from hookkit import (
     HookCallback,
     Hooks,
     Learner,
-    LogTo,
     edit_grad,
     edit_input,
     edit_output,
@@ -195,8 +194,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ArgumentError,
         r"valid loader is a generator.*only once\. Give a",
     ),
-    (lambda: LogTo("wandb"), OptionError, r"import wandb; LogTo\(wandb\)"),
-    (lambda: LogTo("runs"), OptionError, "SummaryWriter"),
     (lambda: hookkit.hook_otput, AttributeError, "'hookkit' has no attribute 'hook_otput'"),
 ]
 
