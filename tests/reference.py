@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -142,35 +142,34 @@ def changed(one: Callable[[Tensor], Tensor], x: Any) -> Any:
     return dataclasses.replace(x, **new)
 
 
+def tapped(x: Any, calls: list[Any]) -> Any:
+    """`x` with a clone of each tensor; their gradients come into a list that `calls` gets."""
+    slots: list[Any] = []
+    calls.append(slots)
+
+    def one(t: Tensor) -> Tensor:
+        i = len(slots)
+        slots.append(None)
+        if not t.requires_grad:
+            return t
+        twin = t.clone()  # for each place
+        twin.register_hook(lambda g: slots.__setitem__(i, g.detach().clone()))
+        return twin
+
+    return changed(one, x)
+
+
 @once
 def gradients_by_hand(entry: Entry) -> dict[str, list[Any]]:
     """Output gradients of each call, by handing on a clone of every output."""
     model = entry.build()
     found: dict[str, list[Any]] = {}
 
-    def tap(name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            if is_recomputed():
-                return None
-            slots: list[Any] = []
-
-            def one(t: Tensor) -> Tensor:
-                i = len(slots)
-                slots.append(None)
-                if not t.requires_grad:
-                    return t
-                t = t.clone()
-                t.register_hook(lambda g: slots.__setitem__(i, g.detach().clone()))
-                return t
-
-            new = changed(one, output)
-            found.setdefault(name, []).append(slots)
-            return new
-
-        return hook
+    def after(name: str, module: nn.Module, args: Any, output: Any) -> Any:
+        return None if is_recomputed() else tapped(output, found.setdefault(name, []))
 
     for name, m in hookable(model).items():
-        m.register_forward_hook(tap(name))
+        m.register_forward_hook(partial(after, name))
     backward(entry, model)
     return found
 
@@ -181,28 +180,11 @@ def input_gradients_by_hand(entry: Entry) -> dict[str, list[Any]]:
     model = entry.build()
     found: dict[str, list[Any]] = {}
 
-    def before(name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if is_recomputed():
-                return None
-            slots: list[Any] = []
-
-            def one(t: Tensor) -> Tensor:
-                i = len(slots)
-                slots.append(None)
-                if not t.requires_grad:
-                    return t
-                twin = t.clone()  # for each place
-                twin.register_hook(lambda g: slots.__setitem__(i, g.detach().clone()))
-                return twin
-
-            found.setdefault(name, []).append(slots)
-            return changed(one, args), changed(one, kwargs)
-
-        return hook
+    def before(name: str, module: nn.Module, *given: Any) -> Any:
+        return None if is_recomputed() else tapped(given, found.setdefault(name, []))
 
     for name, m in hookable(model).items():
-        m.register_forward_pre_hook(before(name), with_kwargs=True)
+        m.register_forward_pre_hook(partial(before, name), with_kwargs=True)
     backward(entry, model)
     return found
 

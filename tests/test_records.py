@@ -30,20 +30,6 @@ def test_a_value_is_a_row_or_the_table_and_a_layer_an_index_or_a_name() -> None:
     assert repr(record()) == "Record(activation: 2 layers × 3 records, steps 0–4, mean)"
 
 
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        ("conv2", r'"conv2"\. Nearest: "conv1"'),
-        (2, r"layer 2: 2 layers were recorded.*-2 to 1"),
-        (1.5, r"layer .*: \d layers were recorded\. Use an"),
-        (True, r"layer .*: \d layers were recorded\. Use an"),
-    ],
-)
-def test_a_layer_that_is_none_gets_those_that_there_are(layer: Any, message: str) -> None:
-    with pytest.raises(SelectionError, match=message):
-        record().layer(layer)
-
-
 @pytest.mark.parametrize("layer", [0, "fc"])
 def test_before_anything_was_recorded_it_says_so(layer: int | str) -> None:
     with pytest.raises(SelectionError, match=r"nothing has been recorded yet. Train first"):
