@@ -382,11 +382,7 @@ def test_a_capture_around_vmap_copies_all_samples_at_once() -> None:
 
 
 def test_memory_shared_with_numpy_stays_shared_inside_of_a_list() -> None:
-    class Sum(nn.Module):
-        def forward(self, xs: list[Tensor]) -> Tensor:
-            return xs[0] + xs[1]
-
-    m, xs = Sum(), [torch.ones(3), torch.ones(3)]
+    m, xs = Gives(lambda xs: xs[0] + xs[1]), [torch.ones(3), torch.ones(3)]
     arrays = [x.numpy() for x in xs]
 
     with hook_input(m) as h:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hooked import Checkpointed, n_hooks
+from hooked import n_hooks
 from torch import Tensor, nn
 
 from hookkit.editing import add, edit_output
@@ -174,16 +174,6 @@ def test_compiled_models_and_compiled_extractors(lenet: LeNet, compile_it: str) 
         torch.testing.assert_close(extract(IMAGE)["conv2"], wanted)
 
     torch.testing.assert_close(model(IMAGE), lenet(IMAGE))
-
-
-def test_features_from_inside_a_checkpoint_have_their_gradient() -> None:
-    torch.manual_seed(0)
-    net, x = Checkpointed(False), torch.randn(5, 3, requires_grad=True)
-    wanted = torch.autograd.grad(net.fc(x).square().sum(), x)[0]
-
-    feature_extractor(net, "fc")(x)["fc"].square().sum().backward()
-
-    torch.testing.assert_close(x.grad, wanted)
 
 
 def test_features_are_freed_with_the_last_reference() -> None:

@@ -194,11 +194,8 @@ def test_a_dict_that_is_handed_on_stays_the_callers() -> None:
 
 
 def test_of_a_part_of_the_inputs_only_its_gradient_is_stored() -> None:
-    class Pair(nn.Module):
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return 2 * a + 3 * b
-
-    net, x = nn.ModuleDict({"pair": Pair()}), torch.ones(2, requires_grad=True)
+    net = nn.ModuleDict({"pair": Gives(lambda a, b: 2 * a + 3 * b)})
+    x = torch.ones(2, requires_grad=True)
     with hook_inputs(select(net, "pair[1]"), grad=True) as h:
         net["pair"](x, x + 1).sum().backward()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hooked import n_hooks
+from hooked import Gives, n_hooks
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -67,23 +67,18 @@ def test_a_live_tensor_that_was_written_since_warns_at_its_reading(options: Any)
     ],
 )
 def test_a_live_hook_keeps_what_a_container_held(make: Any) -> None:
-    class Gives(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return make(x)
-
-    with hook_output(layer := Gives(), detach=False) as h:
+    with hook_output(layer := Gives(make), detach=False) as h:
         layer(X).clear()
 
     assert h.stored[0] is X
 
 
 def test_lists_and_dicts_are_stored_as_they_were() -> None:
-    class Appends(nn.Module):
-        def forward(self, x: Tensor, found: dict[str, list[Tensor]]) -> Tensor:
-            found["skips"].append(x)
-            return x * 2
+    def append(x: Tensor, found: dict[str, list[Tensor]]) -> Tensor:
+        found["skips"].append(x)
+        return x * 2
 
-    net, found = [Appends(), Appends()], {"skips": list[Tensor]()}
+    net, found = [Gives(append), Gives(append)], {"skips": list[Tensor]()}
     with hook_inputs(net) as h, hook_inputs(net, detach=False) as live:
         net[1](net[0](X, found), found)
 
@@ -192,16 +187,8 @@ def test_hooks_whose_registering_is_interrupted_are_removed(
 # --- gradients
 
 
-class Cell(nn.Module):
-    """Makes one of its outputs from the other."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        c = x * 2
-        return c.tanh(), c
-
-
 def test_a_gradient_is_that_of_all_uses_of_the_tensor_as_retain_grad_gives_it() -> None:
-    cell, x = Cell(), torch.ones(2, requires_grad=True)
+    cell, x = Gives(lambda x: ((c := x * 2).tanh(), c)), torch.ones(2, requires_grad=True)
 
     with hook_output(cell, grad=True) as h:
         out, c = cell(x)
@@ -213,11 +200,7 @@ def test_a_gradient_is_that_of_all_uses_of_the_tensor_as_retain_grad_gives_it() 
 
 
 def test_a_gradient_that_an_in_place_write_took_away_is_reported() -> None:
-    class Row(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return (x * 2)[0]
-
-    x, row = torch.ones(2, 2, requires_grad=True), Row()
+    x, row = torch.ones(2, 2, requires_grad=True), Gives(lambda x: (x * 2)[0])
 
     with pytest.warns(NeverFiredWarning, match="its memory was written in place"):
         with hook_output(row, grad=True) as h:
