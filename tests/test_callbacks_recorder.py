@@ -181,15 +181,6 @@ def test_an_object_or_class_with_update_and_compute_is_a_metric_by_its_class_or_
     assert [row["counting"] for row in learn.recorder.rows()] == [32, 32]
 
 
-class OfFastai:
-    """A metric in fastai's form, which can be called with one batch too."""
-
-    def reset(self) -> None: ...
-    def accumulate(self, learn: Any) -> None: ...
-    def __call__(self, pred: Tensor, y: Tensor) -> float:
-        return 0.0
-
-
 def test_torchmetrics_are_metrics_and_each_of_a_collection_is_a_column() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     one = torchmetrics.MeanAbsoluteError()

@@ -435,7 +435,7 @@ AT_ONCE: dict[str, Callable[[], Any]] = {  # what was asked, by what is said
     r"in watch use torch\.autocast": in_watch,
     "LogTo: an int was given": lambda: LogTo(3),
     r"import wandb; LogTo\(wandb\)": lambda: LogTo("wandb"),
-    r"LogTo\(statistics='men'\)": lambda: LogTo("a.csv", statistics="men"),
+    r"LogTo\(statistics='men'\)": lambda: LogTo("a.jsonl", statistics="men"),
     "validate: this Learner has no data": lambda: Learner(None, RegModel()).validate(),
     "the loader gave no batch": lambda: quiet(data=([(ONES, ONES)], [])).get_preds(),
     r"n=5.*from -1 to 1": lambda: quiet().freeze_to(5),

@@ -1,4 +1,4 @@
-"""A run as scalars by step, sent to TensorBoard, an experiment tracker, a CSV or JSON-lines file.
+"""A run as scalars by step, sent to TensorBoard, an experiment tracker, a file of JSON lines.
 
 No tracker is imported: a target is known by its methods. `send` keeps for each series the last step
 that a target was sent, so that a log which grows has everything once.
@@ -18,8 +18,7 @@ import numpy as np
 
 from hookkit.checks import check_path, is_number, kind_of
 from hookkit.errors import ArgumentError, OptionError, nearest
-from hookkit.files import append_lines, first_line
-from hookkit.texts import csv_line
+from hookkit.files import append_lines
 
 if TYPE_CHECKING:
     from hookkit.records.record import Record
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 _USUAL = ("mean", "std", "rms", "near_zero", "nonfinite", "dead")
 _USUAL_OF_PARAMS = ("weight_norm", "grad_norm", "update_ratio")
 _PLAIN = str.maketrans({"[": "-", "]": None, "'": None})  # mlflow refuses brackets
-_HEADER = "step,name,value"
 
 
 def send(
@@ -134,7 +132,7 @@ def scalars_to(who: str, writer: Any) -> Callable[[int, dict[str, Any]], object]
 
     Raises:
         ArgumentError: it is no file, and none of its methods can be called so.
-        OptionError: a file has another ending, or a `.csv` file other columns.
+        OptionError: a file has another ending.
     """
     if isinstance(writer, (str, os.PathLike)):
         return _lines_to(who, writer)
@@ -143,7 +141,7 @@ def scalars_to(who: str, writer: Any) -> Callable[[int, dict[str, Any]], object]
         raise ArgumentError(
             f"{who}: {kind_of(writer)} was given, which has none of add_scalar(name, value, step), "
             f"log_metrics(dict, step=), log(dict, step=). Give a SummaryWriter, a tracker such as "
-            f"wandb or mlflow, or the path of a .csv or .jsonl file."
+            f"wandb or mlflow, or the path of a .jsonl file."
         )
 
     def scalars(step: int, values: dict[str, Any]) -> None:
@@ -168,23 +166,12 @@ def _takes(method: Any, args: tuple[Any, ...], kwargs: dict[str, int]) -> bool:
 
 def _lines_to(who: str, writer: Any) -> Callable[[int, dict[str, Any]], object]:
     path = check_path(who, writer, "target")
-    if path.suffix.lower() == ".jsonl":
-        return lambda step, values: append_lines(path, [json.dumps({"step": step, **values})])
-    if path.suffix.lower() != ".csv":
+    if path.suffix.lower() != ".jsonl":
         tracker = path.name if path.name in ("wandb", "mlflow", "trackio") else "wandb"
         raise OptionError(
-            f'{who}("{path}"): a file to log to ends in .csv or .jsonl. Name it so; or give the '
-            f"tracker itself (import {tracker}; {who}({tracker})), or for TensorBoard a "
+            f'{who}("{path}"): a file to log to ends in .jsonl, with a JSON object for each step, '
+            f"as pandas.read_json(path, lines=True) reads it. Name it so; or give the tracker "
+            f"itself (import {tracker}; {who}({tracker})), or for TensorBoard a "
             f'torch.utils.tensorboard.SummaryWriter: pip install "hookkit[tensorboard]".'
         )
-    if first_line(path) not in ("", _HEADER):
-        raise OptionError(
-            f'{who}("{path}"): this file has the columns {first_line(path)}, and {_HEADER} would '
-            f"be added to it. Give the path of another file."
-        )
-
-    def scalars(step: int, values: dict[str, Any]) -> None:
-        lines = [] if first_line(path) else [_HEADER]
-        append_lines(path, lines + [csv_line((step, *pair)) for pair in values.items()])
-
-    return scalars
+    return lambda step, values: append_lines(path, [json.dumps({"step": step, **values})])

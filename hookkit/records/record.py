@@ -76,7 +76,7 @@ class Tables:
         Args:
             writer: a SummaryWriter of torch or tensorboardX; what has `log_metrics(dict, step=)`
                 (mlflow, Lightning's loggers) or `log(dict, step=)` (wandb, trackio); or the path of
-                a `.csv` or `.jsonl` file, to which lines are added. It is not closed.
+                a `.jsonl` file, to which a line for each step is added. It is not closed.
             statistics: which scalars of layers, one name or several; None takes about five, []
                 none.
             layers: which layers and parameters, one name or glob or several: `"encoder"` takes
