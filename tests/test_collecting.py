@@ -364,29 +364,20 @@ def test_a_folder_that_holds_anything_is_refused_and_never_read(tmp_path: Path) 
     assert torch.equal(acts["0"][:], net()[0](2 * inputs()).detach())
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "rank0/notes.txt", "rank0/weights.npy", "a/b.npy"])
+@pytest.mark.parametrize("name", ["notes.txt", "rank0/weights.npy", "rank1"])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_files_that_collect_did_not_write_stay(name: str, overwrite: bool, tmp_path: Path) -> None:
-    collect(net(), loader(), "0", tmp_path)
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("mine")
+    mine, folder = tmp_path / "mine", tmp_path / "acts"
+    collect(net(), loader(), "0", mine)
+    collect(net(), loader(), "0", folder)
+    (folder / name).symlink_to(mine / "rank0")
 
     with pytest.raises(OptionError, match="overwrite=True"):
-        collect(net(), loader(), "2", tmp_path, overwrite=overwrite)
+        collect(net(), loader(), "2", folder, overwrite=overwrite)
 
-    assert (tmp_path / name).read_text() == "mine"
-    assert list(Activations(tmp_path)) == ["0"]
-
-
-def test_a_link_to_another_folder_is_not_followed(tmp_path: Path) -> None:
-    collect(net(), loader(), "0", tmp_path / "a")
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "rank0").symlink_to(tmp_path / "a" / "rank0")
-
-    with pytest.raises(OptionError, match="would delete only what collect wrote"):
-        collect(net(), loader(), "0", tmp_path / "b", overwrite=True)
-
-    assert len(Activations(tmp_path / "a").ids) == 11
+    assert list(Activations(mine)) == ["0"]
+    assert len(list(folder.rglob("*"))) == 5
+    assert (folder / name).is_symlink()
 
 
 def ends(folder: Path, kill: bool) -> None:
@@ -449,10 +440,7 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (OptionError, "give a folder for the rows", {"accumulate": Mean()}),
     (OptionError, "give a folder for the rows", {"out_dir": None}),
     (ArgumentError, r"accumulate=<class.*such as Mean", {"out_dir": None, "accumulate": Mean}),
-    (ArgumentError, "such as Mean", {"out_dir": None, "accumulate": {}}),
     (ArgumentError, "path", {"out_dir": ""}),
-    (AttributeError, "no attribute|'y'", {"ids": lambda b: b.y}),
-    (IndexError, "out of range", {"ids": 7}),
     (OptionError, "4 whole numbers are needed, and this is 4×4", {"ids": lambda b: 1 * b[0]}),
     (OptionError, "4 whole numbers are needed, and this is 2", {"ids": lambda b: torch.arange(2)}),
     (OptionError, "whole numbers", {"ids": lambda b: torch.zeros(len(b[0]), 1).long()}),
@@ -482,15 +470,6 @@ def test_what_cannot_work_is_said(
     assert not list(tmp_path.iterdir())
 
 
-class UnusedBody(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.body = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x)
-
-
 def test_layers_that_give_no_rows_are_said(tmp_path: Path) -> None:
     lengths = [torch.ones(2, 3, 4), torch.ones(2, 5, 4)]
     kinds = iter((torch.float32, torch.bfloat16))
@@ -501,9 +480,11 @@ def test_layers_that_give_no_rows_are_said(tmp_path: Path) -> None:
         collect(net(), inputs(8).split(4), "0", tmp_path / "b", hook=lambda o: o.to(next(kinds)))
     with pytest.raises(HookError, match=r'gives \(3×7×5, .* Select one of "body\[0\]", "body\[1\]'):
         collect(Text(), texts(), "body", tmp_path / "c", ids="id")
+    options: dict[str, Any]
     for stop in (False, True):
-        with pytest.raises(HookError, match=r'"body" was called 0 times for a batch'):
-            collect(UnusedBody(), [torch.ones(2, 4)], ["fc", "body"], tmp_path / "d", stop=stop)
+        options = {"stop": stop, "forward": lambda model, batch: model[0](batch[0])}
+        with pytest.raises(HookError, match=r'"2" was called 0 times for a batch'):
+            collect(net(), loader(), ["0", "2"], tmp_path / "d", **options)
     with pytest.raises(SelectionError, match=r'no module matches "fc"'):
         collect(net(), loader(), "fc", tmp_path)
     with pytest.raises(ModelRunError, match=r"the loader gave no batch"):
@@ -581,18 +562,16 @@ def test_an_unknown_layer_is_said_with_the_nearest(acts: Activations) -> None:
         acts["00"]
 
 
-@pytest.mark.parametrize("change", ['"ranks": 2', "[6]", "float32"])
-def test_parts_that_do_not_fit_are_refused(change: str, parts: Activations) -> None:
+@pytest.mark.parametrize("change", [('"ranks": 3', '"ranks": 2'), ("[6]", "[7]"), ("float", "int")])
+def test_parts_that_do_not_fit_are_refused(change: tuple[str, str], parts: Activations) -> None:
     index = parts.path / "rank1" / "index.json"
-    to = {'"ranks": 2': '"ranks": 3', "[6]": "[7]", "float32": "int32"}[change]
-    text = index.read_text()
-    index.write_text(text.replace(change, to) if change in text else text.replace(to, change))
+    index.write_text(index.read_text().replace(*change))
 
     with pytest.raises(OptionError, match="all with the same layers, shapes and dtypes"):
         Activations(parts.path)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 2])
 def test_a_missing_part_is_said(rank: int, parts: Activations) -> None:
     (parts.path / f"rank{rank}").rename(parts.path.parent / "elsewhere")
 
