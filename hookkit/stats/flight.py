@@ -30,18 +30,13 @@ from hookkit.moments.graph_op import enlist, new_token, show_traced
 from hookkit.moments.rows import plain
 from hookkit.recording import HookCallback
 from hookkit.records import Incident
-from hookkit.selecting import select
 from hookkit.stats.layer_hooks import see_inputs, see_outputs
 from hookkit.stats.param_norms import grad_norms_by_id
 from hookkit.stats.parameters import named_parameters
 
 _MOST = 16  # incidents kept: later ones of a run that fails again and again add nothing
 
-LOSS, INPUT, FIRST = 0, 1, 2
-"""Rows of the norms: the loss, the model's input, the first layer."""
-
-NAMES = ["(loss)", "(input)"]
-
+_LOSS, _INPUT = "(loss)", "(input)"
 _SPOILED = "Its own weights are not finite: this step or the one before spoiled them."
 _CURE = 'Look there first; FlightRecorder("skip") skips such steps, "report" only reports them.'
 
@@ -103,22 +98,23 @@ class FlightRecorder(HookCallback):
     # --- hooks
 
     def _select(self, model: nn.Module) -> Any:
-        modules, root = super()._select(model), unwrap(model)
+        modules = super()._select(model)
         if self._selectors is not None and not modules:
             raise OptionError(
                 f"FlightRecorder(modules={shown(self.modules)}): that selects no module, so it "
                 f"would see nothing begin. Use None for all of them, or name some."
             )
-        if isinstance(root, torch.jit.ScriptModule):
-            return modules
-        if self._selectors is not None:  # which may take a part of an output
-            return select(model, modules, {"": NAMES[INPUT]})
-        return {**modules, NAMES[INPUT]: root}
+        return modules
+
+    def _hook_all(self, model: nn.Module) -> None:
+        super()._hook_all(model)
+        if not isinstance(root := unwrap(model), torch.jit.ScriptModule):
+            row = self._memory.row(_INPUT)
+            self.hooks.handles.append(see_inputs(root, self._switch, row))
 
     def _attach(self, name: str, module: nn.Module, leaf: str) -> RemovableHandle:
-        if name == NAMES[INPUT]:
-            return see_inputs(module, self._switch, INPUT)
-        row = self._memory.row(name, class_name(module))
+        self._memory.types[name] = class_name(module)
+        row = self._memory.row(name)
         return see_outputs(module, self._switch, row, leaf, self._function)
 
     # --- events
@@ -202,7 +198,7 @@ class FlightRecorder(HookCallback):
         """Takes the norms of the loss and the gradients, and asks whether all are finite."""
         batch, self._noted = self._memory.batches[-1], True
         if isinstance(self.learn.loss, Tensor):
-            self._memory.see(LOSS, 0, "", self.learn.loss)
+            self._memory.see(self._memory.row(_LOSS), 0, "", self.learn.loss)
         if grads and self.learn.step_scaler is None:  # a GradScaler skips steps that overflow
             self._note_part(p for p in self.learn.model.parameters())
         batch.ask()
@@ -249,13 +245,13 @@ class Batch:
 
     Attributes:
         place: step, epoch and iteration.
-        outputs: row → its norm and number of values, in execution order.
+        outputs: name of each layer → its norm and number of values, in execution order.
         grads: name of each parameter → the norm of its gradient.
     """
 
     def __init__(self, *place: int) -> None:
         self.place: Any = place
-        self.outputs: dict[int, tuple[Tensor, int]] = {}
+        self.outputs: dict[str, tuple[Tensor, int]] = {}
         self.grads: dict[str, Tensor] = {}
         self._answer: tuple[Tensor, torch.Event | None] | None = None
 
@@ -276,9 +272,9 @@ class Batch:
             arrived.synchronize()  # sync: with "skip", or for the batch before this one
         return bool(answer)
 
-    def rms(self, row: int) -> float:
+    def rms(self, name: str) -> float:
         """Of the outputs of a layer; NaN if it did not run."""
-        norm, n = self.outputs.get(row, (math.nan, 1))
+        norm, n = self.outputs.get(name, (math.nan, 1))
         return float(norm) / math.sqrt(n)  # sync: after an incident
 
     def grad_norm(self, module: str) -> float:
@@ -291,17 +287,15 @@ class Memory:
 
     def __init__(self, n_batches: int) -> None:
         self.batches: deque[Batch] = deque(maxlen=n_batches)
-        self.names, self.types = [*NAMES], ["", ""]
+        self.names: list[str] = []  # by row, which is what a compiled graph can hold
+        self.types: dict[str, str] = {}  # of the layers
         self.thread, self.id, self.token = get_ident(), enlist(self), new_token()
 
-    def row(self, name: str, kind: str) -> int:
-        """The row of a layer. That of one that has left the model keeps its past."""
-        if name not in self.names[FIRST:]:
+    def row(self, name: str) -> int:
+        """The row of a layer, of the loss or of the input."""
+        if name not in self.names:
             self.names.append(name)
-            self.types.append(kind)
-        row = self.names.index(name, FIRST)
-        self.types[row] = kind
-        return row
+        return self.names.index(name)
 
     def see(self, row: int, leaf: int, path: str, t: Tensor) -> None:
         """Adds a tensor to the norm of a layer, which may run several times in a batch."""
@@ -311,23 +305,21 @@ class Memory:
             t = values
             wide = t.dtype if t.itemsize > 2 else torch.float32
             norm = torch.linalg.vector_norm(t.to(wide) if t.itemsize < 2 else t, dtype=wide)
-            outputs = self.batches[-1].outputs
-            before, n = outputs.get(row, (None, 0))
+            outputs, name = self.batches[-1].outputs, self.names[row]
+            before, n = outputs.get(name, (None, 0))
             if before is not None:
                 norm = torch.hypot(before.to(norm), norm)
-            outputs[row] = norm, n + t.numel()
+            outputs[name] = norm, n + t.numel()
 
     def incident(self, batch: Batch, model: nn.Module) -> Incident:
         """Return what was not finite in `batch`."""
         past = [b for b in self.batches if b.place[2] < batch.place[2]]
-        bad = [row for row in batch.outputs if not math.isfinite(batch.rms(row))]
-        rows = [row for row in bad if row >= FIRST]
-        names, history = [self.names[row] for row in rows], dict[str, Any]()
-        if rows:
-            kind, note = "activation", self._why(batch, rows[0], INPUT in bad, model)
-            for row, layer in enumerate(self.names[FIRST:], FIRST):
-                history[layer] = np.array([b.rms(row) for b in past])
-        elif LOSS in bad:
+        bad = [name for name in batch.outputs if not math.isfinite(batch.rms(name))]
+        names, history = [name for name in bad if name in self.types], dict[str, Any]()
+        if names:
+            kind, note = "activation", self._why(batch, names[0], _INPUT in bad, model)
+            history = {name: np.array([b.rms(name) for b in past]) for name in self.types}
+        elif _LOSS in bad:
             kind, note = "loss", "The layers' outputs are finite."
         else:
             kind, note = "gradient", "The history is of gradient norms."
@@ -335,7 +327,7 @@ class Memory:
             history = {name: np.array([b.grad_norm(name) for b in past]) for name in names}
         name, *others = names or [""]
         types = {_owner(key): type_ for key, type_, _ in named_parameters(model)}
-        types |= zip(self.names[FIRST:], self.types[FIRST:], strict=True)
+        types |= self.types
         steps = np.array([b.place[0] for b in past], np.int64)
         at = dict(zip(("step", "epoch", "iter"), batch.place, strict=True))
         past_of: Any = {"others": tuple(others), "steps": steps, "history": history}
@@ -343,23 +335,22 @@ class Memory:
 
     def _owners(self, batch: Batch) -> list[str]:
         """Modules with a bad gradient. The backward begins at the end: the last to run is first."""
-        ran = {self.names[row]: i for i, row in enumerate(batch.outputs)}
+        ran = {name: i for i, name in enumerate(batch.outputs)}
         owners = {_owner(n) for n, norm in batch.grads.items() if not math.isfinite(float(norm))}
         return sorted(owners, key=lambda name: (-ran.get(name, -1), name))
 
-    def _why(self, batch: Batch, row: int, bad_input: bool, model: nn.Module) -> str:
-        """What may have made the output of the layer in `row` not finite, in a sentence."""
+    def _why(self, batch: Batch, name: str, bad_input: bool, model: nn.Module) -> str:
+        """What may have made the output of a layer not finite, in a sentence."""
         if bad_input:
             return "The model's input was not finite: look at the data."
-        own = [p for n, _, p in named_parameters(model) if _owner(n) == self.names[row]]
+        own = [p for n, _, p in named_parameters(model) if _owner(n) == name]
         if not all(bool(p.isfinite().all()) for p in own):  # sync: after an incident
             return _SPOILED
-        order = [r for r in batch.outputs if r >= FIRST]
-        if not (at := order.index(row)):
+        order = [layer for layer in batch.outputs if layer in self.types]
+        if not (at := order.index(name)):
             return ""
         head = "Its weights are finite: if" if own else "If"
-        before = self.names[order[at - 1]]
-        return f"{head} its input was not, look at what runs between {before} and it."
+        return f"{head} its input was not, look at what runs between {order[at - 1]} and it."
 
 
 def _owner(parameter: str) -> str:
