@@ -115,7 +115,7 @@ def test_hook_all_sees_every_module_of_some_types_until_it_is_removed(
     names = ["Linear", "ReLU", "Sequential", "MSELoss"]
     assert seen == [(n, False) for n in names]
 
-    with hook_all(lambda m, i: seen.append(tuple(i[0].shape)), (nn.ReLU,), pre=True):
+    with hook_all(lambda m, i, o: seen.append(tuple(i[0].shape)), (nn.ReLU,)):
         net(x)
     assert seen[4:] == [(4, 10)]
 

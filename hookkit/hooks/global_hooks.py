@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook
 
-from hookkit.checks import check_flag, check_function, check_module
+from hookkit.checks import check_function, check_module
 from hookkit.hooks.attach import called, recomputing
 from hookkit.hooks.block import KINDS, Block
 from hookkit.hooks.collection import Hooks
@@ -63,7 +63,6 @@ def hook_tensor(t: Tensor) -> TensorHook:
 def hook_all(
     hook_func: Callable[..., Any],
     types: type[nn.Module] | tuple[type[nn.Module], ...] = nn.Module,
-    pre: bool = False,
 ) -> GlobalHook:
     """Calls `hook_func(module, input, output)` at each call of every module of the process.
 
@@ -75,13 +74,12 @@ def hook_all(
     Args:
         hook_func: `f(module, input, output)` or `f(output)`; `input` is a tuple.
         types: only modules of this class, or of one of a tuple of classes.
-        pre: calls `hook_func(module, input)` before the forward.
 
     Returns:
         The hook, registered already: `.remove()`; also a context manager.
 
     Raises:
-        ArgumentError: `hook_func` is no function, or `pre` neither True nor False.
+        ArgumentError: `hook_func` is no function.
         TypeError: `types` has what is no class.
 
     >>> seen = []
@@ -90,18 +88,16 @@ def hook_all(
     >>> seen
     [(4, 10), (4, 3)]
     """
-    kind = "pre" if check_flag("hook_all", "pre", pre) else "forward"
-    func = check_function("hook_all", hook_func, *KINDS[kind])
+    func = check_function("hook_all", hook_func, *KINDS["forward"])
     isinstance(None, types)  # Python's error now, and not in the first call
 
-    def call(module: nn.Module, args: Any, *output: Any) -> None:
+    def call(module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(module, types) and not recomputing():
-            called(func, module, *[tmap(Tensor.detach, x) for x in (Inputs(args), *output)])
+            called(func, module, tmap(Tensor.detach, Inputs(args)), tmap(Tensor.detach, output))
 
     hook = GlobalHook()
     hook.enter_context(layer_by_layer())
-    register = register_module_forward_pre_hook if pre else register_module_forward_hook
-    hook.callback(register(call).remove)
+    hook.callback(register_module_forward_hook(call).remove)
     return hook
 
 
