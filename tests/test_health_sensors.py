@@ -153,6 +153,22 @@ def test_batches_without_a_step_are_seen_if_weights_stay(by_hand):
     assert info_of(loop).get("no_step", False) is not by_hand
 
 
+def test_a_first_step_that_is_still_accumulated_is_not_missed():
+    found = []
+
+    def loop(model, opt, w):
+        for i in range(8):
+            loss = model(torch.randn(4, 4)).mean()
+            loss.backward()
+            w.loss(loss)
+            found.append(w.run_record().info.get("no_step"))
+            if i == 7:
+                opt.step()
+
+    assert "no_step" not in info_of(loop)
+    assert found == [None] * 8
+
+
 @pytest.mark.filterwarnings("ignore::hookkit.errors.NeverFiredWarning")
 @pytest.mark.parametrize(("first_in_eval", "expected"), [(2, [4, 6]), (6, None)])
 def test_steps_in_eval_mode_are_counted_and_validation_between_steps_is_not(

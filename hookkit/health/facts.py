@@ -92,8 +92,9 @@ def no_step(run: View) -> Iterator[Finding]:
     # a GradScaler leaves out the steps of losses that are not finite; few batches may accumulate
     if run.info.get("no_step") and n >= 3 and 2 * lost <= of:
         what = f"{n} training batches, no step, and weights that stay as they were"
-        cause = "optimizer.step() is never called, or what steps is not what watch was given"
-        fix = "call optimizer.step() after loss.backward()"
+        cause = "optimizer.step() is never called, what steps is not what watch was given, or a "
+        cause += "GradScaler skips each step, since the scaled gradients have NaN or Inf"
+        fix = "call optimizer.step() after loss.backward(); give GradScaler a smaller init_scale"
         yield Finding("no_step", "error", what, cause, fix)
 
 

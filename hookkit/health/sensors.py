@@ -172,8 +172,11 @@ class Sensors:
         """The loop is over: takes off what was attached; can be called at any time, and twice."""
         self._kept.remove()
 
-    def read(self) -> dict[str, Any]:
-        """The facts, as listed at the top of this file. Sync: a few, for small tensors."""
+    def read(self, under_way: bool = False) -> dict[str, Any]:
+        """The facts, as listed at the top of this file. Sync: a few, for small tensors.
+
+        While the loop is under way, the first step may still be accumulated: for 100 batches.
+        """
         facts: dict[str, Any] = {"n_classes": self._n_classes} if self._n_classes else {}
         facts |= {**(self._root or {}), **(self._reported or {})}
         if self._root is not None or self._reported is not None:
@@ -186,7 +189,8 @@ class Sensors:
             facts["batches"] = [len(seen), different]
         if self._n_eval:
             facts["eval_steps"] = [self._n_eval, self._n_steps]
-        if self._n_batches and not self._n_steps and self._stays():
+        waits = under_way and self._n_batches < 100
+        if self._n_batches and not (self._n_steps or waits) and self._stays():
             facts["no_step"] = True
         return facts | self._kept.read()
 
