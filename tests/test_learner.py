@@ -439,7 +439,8 @@ AT_ONCE: dict[str, Callable[[], Any]] = {  # what was asked, by what is said
     "validate: this Learner has no data": lambda: Learner(None, RegModel()).validate(),
     "the loader gave no batch": lambda: quiet(data=([(ONES, ONES)], [])).get_preds(),
     r"n=5.*from -1 to 1": lambda: quiet().freeze_to(5),
-    "call it before": lambda: in_distrib_ctx(lambda learn: learn.freeze()),
+    "freeze_to: call it before": lambda: in_distrib_ctx(lambda learn: learn.freeze()),
+    "lr_find: call it before": lambda: in_distrib_ctx(lambda learn: learn.lr_find()),
     r'distrib_ctx\(mixed_precision="bf16"\)': lambda: in_distrib_ctx(
         lambda learn: learn.fit(1), cbs=MixedPrecision("bf16")
     ),
