@@ -1,5 +1,6 @@
 """fastai's layout, to the character, and a Learner's own view; nothing of the learner moves."""
 
+import pickle
 import re
 from functools import partial
 from pathlib import Path
@@ -103,6 +104,8 @@ def test_the_text_shows_unquoted_and_carries_its_summary() -> None:
     assert text.summary.n_params == 251
     assert text.summary.macs == 16 * 100
     assert text._repr_html_() == text.summary.html()
+    again = pickle.loads(pickle.dumps(text))
+    assert (repr(again), again.summary.n_params) == (text, 251)
 
 
 def test_layer_info_is_for_one_sample() -> None:

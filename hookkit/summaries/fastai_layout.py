@@ -33,15 +33,7 @@ class SummaryText(str):
     """
 
     summary: Summary
-
-    def __new__(cls, text: str, summary: Summary) -> SummaryText:
-        """Make a str of `text` that carries `summary`."""
-        self = super().__new__(cls, text)
-        self.summary = summary
-        return self
-
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = str.__str__
 
     def _repr_html_(self) -> str:
         return self.summary.html()
@@ -85,7 +77,7 @@ def module_summary(learn: Any, *xb: Any) -> SummaryText:
     10
     """
     result = _summary_of("module_summary", learn, Inputs(xb))
-    return SummaryText(_drawn(result, xb), result)
+    return _carrying(result, _drawn(result, xb))
 
 
 def learner_summary(learn: Any) -> SummaryText:
@@ -117,7 +109,13 @@ def learner_summary(learn: Any) -> SummaryText:
     text += "Callbacks:\n" + "\n".join(f"  - {name}" for name in names)
     loss = getattr(learn.loss_func, "__name__", None) or str(learn.loss_func).partition("\n")[0]
     notes = (f"Loss {loss}", f"Callbacks {', '.join(names) or 'none'}")
-    return SummaryText(text, replace(result, notes=(*result.notes, *notes)))
+    return _carrying(replace(result, notes=(*result.notes, *notes)), text)
+
+
+def _carrying(summary: Summary, text: str) -> SummaryText:
+    made = SummaryText(text)
+    made.summary = summary
+    return made
 
 
 def _summary_of(who: str, learn: Any, xb: Inputs, training: bool = True) -> Summary:
