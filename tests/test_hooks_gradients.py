@@ -316,6 +316,21 @@ def test_an_output_that_is_not_used_has_no_gradient_of_a_tensor_with_the_same_me
     assert g.stored[1:] == (None, None)
 
 
+def test_an_edited_gradient_of_a_view_is_not_that_of_the_tensor_it_is_a_view_of() -> None:
+    x, made = torch.ones(3, requires_grad=True), list[Tensor]()
+
+    def view(x: Tensor) -> Tensor:
+        made.append(2 * x)
+        return made[0].view_as(made[0])
+
+    with pytest.warns(NeverFiredWarning), edit_grad(m := Gives(view), scale(10)):
+        m(x)
+        made[0].sum().backward()
+
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0] * 3
+
+
 @pytest.mark.parametrize("make", [hook_output, hook_input])
 def test_gradients_of_several_backward_passes_in_one_are_refused(make: Any) -> None:
     m, x = nn.Linear(3, 2), torch.ones(3, requires_grad=True)
