@@ -429,11 +429,18 @@ def test_a_packed_sequence_is_one_input() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_calls_of_another_run_are_not_guessed_in_a_checkpoint(reentrant: bool) -> None:
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda layer, run: edit_output(layer, patch_from(run, at=(slice(None), 0))),
+        lambda layer, run: edit_output(layer, zero(), calls=0),
+    ],
+    ids=["patch", "calls"],
+)
+def test_which_call_it_is_is_not_guessed_in_a_checkpoint(edit: Any, reentrant: bool) -> None:
     layer, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
     with hook_output(layer, keep="all") as run:
         layer(layer(x))
 
-    patched = edit_output(layer, patch_from(run, at=(slice(None), 0)))
-    with pytest.raises(HookError, match="does not say which call this is"), patched:
+    with pytest.raises(HookError, match="not say which call this is"), edit(layer, run):
         checkpoint(lambda x: layer(layer(x)), x, use_reentrant=reentrant).sum().backward()
