@@ -5,6 +5,7 @@ it was after it.
 """
 
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -245,3 +246,16 @@ def test_forgetting_graphs_makes_hooks_that_stay_be_seen(net: Net, x: Tensor) ->
 
     torch.testing.assert_close(h[0].stored, net.a(x).detach())
     h.remove()
+
+
+def test_a_capture_works_while_another_thread_loads_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "torch._dynamo.convert_frame"
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))  # nothing is in it as yet
+    net = nn.Linear(2, 2)
+
+    with hook_output(net) as h:
+        out = net(torch.ones(1, 2))
+
+    assert torch.equal(h.stored, out)

@@ -67,9 +67,11 @@ def has_compiled() -> bool:
     An optimizer loads the compiler, and to set its stance would cost each block 145 µs.
     """
     # Private: `input_codes` of `torch._dynamo.convert_frame`, whose `seen` has the code that was
-    # compiled (since 2.0). Without it each block sets the stance, and is slower.
+    # compiled (since 2.0). Without it, as while another thread loads that module, each block sets
+    # the stance, and is slower.
     convert = sys.modules.get("torch._dynamo.convert_frame")
-    return convert is not None and bool(getattr(convert.input_codes, "seen", True))
+    codes = getattr(convert, "input_codes", None)
+    return convert is not None and bool(getattr(codes, "seen", True))
 
 
 def enter_eager(owner: object, always: bool = False) -> None:
