@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hookkit.errors import OptionError, SelectionError, nearest
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MISSING, NOT_GIVEN = "no such layer in the ", "not given by the "  # "first" or "second"
 _NO_DIFFERENCE = "no difference beyond the tolerance"
-_LABEL = 36  # characters
+_WIDTH = 100  # columns
 _NEAR = 2  # rows shown on each side of the first that differs
 _HEAD = ("layer", "shape", "max_abs", "rel", "cosine", "n_different")
 
@@ -151,20 +151,17 @@ class Comparison:
 
     __repr__ = __str__
 
-    def text(self, width: int = 100) -> str:
+    def text(self) -> str:
         """The first difference and its neighbours, or with `isolate=True` the largest own errors.
 
         Above them, how many rows differ; below, what only one model has, and which layers have no
         own error.
-
-        Args:
-            width: in columns.
         """
         rows = self._shown()
         marks = ["  ", *("→ " if r is self.first else "  " for r in rows)]
-        lines = _lines(self._cells(rows), width - 2) if rows else []
+        lines = _lines(self._cells(rows)) if rows else []
         marked = [mark + line for mark, line in zip(marks, lines, strict=False)]
-        return "\n".join([self.headline, *marked, *wrap(self._rest(), width, ". ")])
+        return "\n".join([self.headline, *marked, *wrap(self._rest(), _WIDTH, ". ")])
 
     @property
     def headline(self) -> str:
@@ -197,14 +194,12 @@ class Comparison:
     def _cells(self, rows: Sequence[Row]) -> list[tuple[str, ...]]:
         """The heading and a line for each of `rows`; with `own_rel` where one of all has it."""
         cells: list[tuple[str, ...]] = [(*_HEAD, *["own_rel"] * self._isolated)]
-        is_long = any(len(r.label) > _LABEL for r in rows)  # then without classes
         for r in rows:
-            label = replace(r, type="").label if is_long else r.label
             own = "–" if r.own_different is None else f"{r.own_rel:.3g}"
             numbers = (f"{r.max_abs:.3g}", f"{r.rel:.3g}", f"{r.cosine:.6f}", si(r.n_different))
             values = (r.problem, "", "", "") if r.problem else numbers
             shape = "×".join(map(str, r.shape)) or "scalar"
-            cells.append((label, shape, *values, *[own] * self._isolated))
+            cells.append((r.label, shape, *values, *[own] * self._isolated))
         return cells
 
     def _rest(self) -> list[str]:
@@ -237,17 +232,13 @@ def _listed(what: str, texts: Sequence[str], where: str) -> list[str]:
     return [f"{what}: {', '.join(some)}"] * bool(some)
 
 
-def _lines(cells: list[tuple[str, ...]], width: int) -> list[str]:
-    """Columns that line up; the first loses its beginning where they are wider than `width`."""
+def _lines(cells: list[tuple[str, ...]]) -> list[str]:
+    """Columns that line up."""
     whole = [row for row in cells if "" not in row]  # a problem takes the place of all numbers
     sizes = [max(len(row[i]) for row in (cells if i < 2 else whole)) for i in range(len(cells[0]))]
-    room = width - sum(sizes[1:]) - 2 * (len(sizes) - 1)
-    sizes[0] = min(sizes[0], max(12, room))
     lines = []
     for label, shape, *values in cells:
-        # the end of a name says more than its beginning, which neighbours share
-        short = label if len(label) <= sizes[0] else "…" + label[1 - sizes[0] :]
         numbers = [pad(v, n, right=True) for v, n in zip(values, sizes[2:], strict=True)]
         shown = values[:1] if "" in values else numbers
-        lines.append("  ".join([pad(short, sizes[0]), pad(shape, sizes[1]), *shown]).rstrip())
+        lines.append("  ".join([pad(label, sizes[0]), pad(shape, sizes[1]), *shown]).rstrip())
     return lines
