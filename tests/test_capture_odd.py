@@ -60,15 +60,15 @@ def test_a_lone_tensor_is_the_one_gradient_of_a_backward_edit(x: Tensor) -> None
 # --- what happens meanwhile
 
 
-def test_a_hook_that_removes_itself_has_seen_one_call(net: nn.Sequential, x: Tensor) -> None:
+def test_hooks_that_are_removed_during_a_call_see_no_more(net: nn.Sequential, x: Tensor) -> None:
     hooks: list[Hook] = []
-    hooks.append(Hook(net[0], lambda m, i, o: hooks[0].remove()))
+    hooks.append(Hook(net[0], lambda m, i, o: [h.remove() for h in hooks]))
+    hooks.append(hook_output(net[0]))
 
     net(x)
     net(x)
-    hooks[0].remove()
 
-    assert hooks[0].n_calls == 1
+    assert [h.n_calls for h in hooks] == [1, 0]
     assert n_hooks(net) == 0
 
 

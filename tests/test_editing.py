@@ -1,8 +1,5 @@
 """edit_output(s), edit_input(s), edit_grad(s) and the ready-made edits."""
 
-from collections import namedtuple
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,26 +36,6 @@ from hookkit.selecting import select
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Linear(3, 2))
-
-
-Pair = namedtuple("Pair", "h rest")
-
-
-@dataclass
-class Out:
-    logits: Tensor
-    n: int
-
-
-STRUCTURES: dict[str, Callable[[Tensor], Any]] = {
-    "tuple": lambda x: (x, 2 * x),
-    "nested": lambda x: (x, (2 * x, [3 * x])),
-    "namedtuple": lambda x: Pair(x, None),
-    "dict": lambda x: {"logits": x, "n": 3},
-    "dataclass": lambda x: Out(x, 3),
-    "return_types": lambda x: torch.return_types.max((x, x)),
-    "packed": lambda x: nn.utils.rnn.pack_padded_sequence(x, torch.tensor([4]), batch_first=True),
-}
 
 
 # --- outputs
@@ -288,7 +265,7 @@ def test_ready_made(change: Any, wanted: list[list[float]]) -> None:
 
 
 def test_replace_takes_a_structure() -> None:
-    layer = Gives(STRUCTURES["nested"])
+    layer = Gives(lambda x: (x, (2 * x, [3 * x])))
     new = (torch.ones(2), (torch.zeros(2), [torch.ones(2)]))
 
     with edit_output(layer, replace(new)):
@@ -337,9 +314,9 @@ def test_patching_from_a_run_that_has_not_the_layer_or_has_not_run() -> None:
 # --- errors and warnings
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
-def test_a_replacement_of_another_structure_names_the_layer(name: str) -> None:
-    net = nn.ModuleDict({"net": Gives(STRUCTURES[name])})
+@pytest.mark.parametrize("make", [lambda x: (x,), lambda x: {"x": x}], ids=["tuple", "dict"])
+def test_a_replacement_of_another_structure_names_the_layer(make: Any) -> None:
+    net = nn.ModuleDict({"net": Gives(make)})
 
     with (
         pytest.raises(HookError, match=r"edit_output on 'net' \(Gives\): the replacement is 1×4"),

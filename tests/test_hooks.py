@@ -1,12 +1,10 @@
 """Hook, Hooks and hook_output(s): what is stored, when it is stored, what is reported."""
 
-import collections
 import contextlib
 import copy
 import gc
 import pickle
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ import pytest
 import torch
 from fastcore.foundation import L
 from hooked import Gives, n_hooks
+from test_nested import STRUCTURES
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from hookkit.errors import (
@@ -33,7 +31,7 @@ from hookkit.hooks import (
     hook_output,
     hook_outputs,
 )
-from hookkit.nested import leaves
+from hookkit.nested import leaves, tmap
 from hookkit.selecting import select
 
 
@@ -63,43 +61,19 @@ def test_detach_false_keeps_the_graph(net: nn.Sequential, x: Tensor) -> None:
     assert net[0].weight.grad is not None
 
 
-Pair = collections.namedtuple("Pair", ["h", "c"])
-
-
-@dataclass
-class Out:
-    logits: Tensor
-    n: int = 3
-
-
-class ModelOutput(collections.OrderedDict):  # type: ignore[type-arg]
-    def __getattr__(self, name: str) -> Any:
-        return self[name] if name in self else super().__getattribute__(name)
-
-
-STRUCTURES = {
-    "namedtuple": lambda x: Pair(x * 2, (x, None)),
-    "dict": lambda x: {"logits": x * 2, "n": 3},
-    "model output": lambda x: ModelOutput(logits=x * 2),
-    "dataclass": lambda x: Out(x * 2),
-    "packed": lambda x: pack_sequence([x[0] * 2, x[1][:3] * 2]),
-    "return_types": lambda x: x.max(1),
-    "list": lambda x: [x * 2, [x]],
-}
-
-
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_structures_keep_their_type_and_the_forward_keeps_its_output(name: str, x: Tensor) -> None:
-    model = Gives(STRUCTURES[name])
-    x.requires_grad_()
+def test_structures_keep_their_type_and_the_forward_keeps_its_output(name: str) -> None:
+    structure, _, _ = STRUCTURES[name]
+    model = Gives(lambda x: tmap(lambda t: t * x, structure))
 
     with hook_output(model) as h, hook_outputs([model], clone=False) as live:
-        y = model(x)
+        y = model(torch.tensor(2.0, requires_grad=True))
 
     for stored in (h.stored, live.stored[0]):
         assert type(stored) is type(y)
         for a, b in zip(leaves(stored), leaves(y), strict=True):
             assert torch.equal(a, b)
+            assert b.requires_grad
             assert not a.requires_grad
 
 

@@ -38,13 +38,13 @@ X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 
 
 def test_what_an_inference_stored_can_be_trained_on_after_it() -> None:
-    with torch.inference_mode(), hook_output(layer := nn.Linear(3, 3)) as h:
+    layer, probe = nn.Linear(3, 3), nn.Linear(3, 1)
+    with torch.inference_mode(), hook_output(layer) as h, hook_outputs([layer]) as several:
         layer(X)
 
-    probe = nn.Linear(3, 1)
-    probe(h.stored).sum().backward()
-
-    assert not h.stored.is_inference()
+    for stored in (h.stored, several.stored[0]):
+        probe(stored).sum().backward()
+        assert not stored.is_inference()
 
 
 @pytest.mark.parametrize("options", [{"detach": False}, {"clone": False}])
