@@ -7,6 +7,7 @@ Accelerator's. Here the Learner's model, optimizer and loaders are only replaced
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -74,6 +75,11 @@ def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterat
     finally:
         vars(learn).update(plain)
         learn.accelerator, learn.dls.loaders, learn.dls.device = None, loaders, device
+        if engine.num_processes > 1:
+            # A thread of gloo frees the tensors of the last collective, for which it waits for the
+            # interpreter's lock. If Python ends before, the thread aborts the process (SIGABRT,
+            # seen in torch 2.11 and 2.14). To sleep gives the lock away.
+            time.sleep(0.02)
 
 
 def _check(engine: Any, loaders: list[Any], options: dict[str, Any]) -> None:
