@@ -267,9 +267,9 @@ class Attributes:
                     (kind.update if kind is set else kind.extend)(x, content)
 
 
-def _content(x: Any, kind: type) -> list[Any]:
+def _content(x: Any, kind: Any) -> list[Any]:
     """The items of a dict, or the elements of another container, as they are stored."""
-    return [*(kind.items(x) if issubclass(kind, dict) else kind.__iter__(x))]  # type: ignore
+    return [*(kind.items(x) if issubclass(kind, dict) else kind.__iter__(x))]
 
 
 def _same(a: list[Any], b: list[Any], kind: type) -> bool:
