@@ -30,7 +30,7 @@ import realistic
 import torch
 from realistic.trials import TRIALS, Trial, watcher_of
 
-from hookkit.health import RULES, Finding, diagnose
+from hookkit.diagnosis import RULES, Finding, diagnose
 from hookkit.records import Run
 
 VARIANTS = {

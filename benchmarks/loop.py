@@ -52,7 +52,7 @@ def bare(n: int) -> Run:
 
 
 def hookkit(n: int, *cbs: Any, default_cbs: bool = True) -> Run:
-    from hookkit.learner import Learner
+    from hookkit.training import Learner
 
     learn = Learner(
         (batches(n), None),
@@ -80,7 +80,7 @@ def hookkit_progress(n: int) -> Run:
 
 
 def hookkit_hooks_off(n: int) -> Run:
-    from hookkit.recording import HookCallback
+    from hookkit.callbacks.hook_callback import HookCallback
 
     return hookkit(n, HookCallback(every=10**9, hook=lambda m, i, o: None))
 

@@ -13,8 +13,8 @@ import torch
 from rows import Row, main
 from torch import nn
 
-from hookkit.stats import ActivationStats
-from hookkit.watching import watch
+from hookkit.recorders import ActivationStats
+from hookkit.training import watch
 
 
 def peak_mib() -> float:

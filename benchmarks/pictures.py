@@ -28,8 +28,8 @@ import torch
 from torch import nn
 
 from hookkit import plotting
-from hookkit.stats import ActivationStats, GradientStats, ParamStats
-from hookkit.watching import Watcher, watch
+from hookkit.recorders import ActivationStats, GradientStats, ParamStats
+from hookkit.training import Watcher, watch
 
 
 def trained(lr: float, n_steps: int, break_at: int | None) -> tuple[Watcher, ActivationStats]:

@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookkit.stats import ActivationStats, GradientStats, ParamStats
-from hookkit.stats.flight import FlightRecorder
-from hookkit.watching import watch
+from hookkit.recorders import ActivationStats, GradientStats, ParamStats
+from hookkit.recorders.flight import FlightRecorder
+from hookkit.training import watch
 
 Watch = Callable[[nn.Module, torch.optim.Optimizer], AbstractContextManager[Any]]
 

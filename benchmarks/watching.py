@@ -16,9 +16,9 @@ from rows import Row, against, main
 from torch import nn
 
 from hookkit.callbacks import Callback
-from hookkit.live import ShowHealth
-from hookkit.stats import ActivationStats, ParamStats
-from hookkit.watching import watch
+from hookkit.recorders import ActivationStats, ParamStats
+from hookkit.training import watch
+from hookkit.training.live import ShowHealth
 
 
 class Noop(Callback):

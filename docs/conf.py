@@ -14,7 +14,7 @@ from sphinx import addnodes
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 from hookkit import __version__
-from hookkit.events import EVENTS
+from hookkit.callbacks.events import EVENTS
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tables import costs, diagnosis_rates, notebooks

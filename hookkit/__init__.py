@@ -64,6 +64,16 @@ from .callbacks import (
     SchedulerCallback as SchedulerCallback,
     TrainEvalCallback as TrainEvalCallback,
 )
+from .callbacks.events import (
+    CancelBackwardException as CancelBackwardException,
+    CancelBatchException as CancelBatchException,
+    CancelEpochException as CancelEpochException,
+    CancelFitException as CancelFitException,
+    CancelStepException as CancelStepException,
+    CancelTrainException as CancelTrainException,
+    CancelValidException as CancelValidException,
+)
+from .callbacks.hook_callback import HookCallback
 from .collecting import (
     Activations as Activations,
     Covariance as Covariance,
@@ -73,7 +83,7 @@ from .collecting import (
     collect,
 )
 from .comparing import Comparison as Comparison, compare_models
-from .data import DataLoaders as DataLoaders
+from .diagnosis import Diagnosis as Diagnosis, Finding as Finding, diagnose as diagnose
 from .editing import (
     add as add,
     edit_function as edit_function,
@@ -102,15 +112,6 @@ from .errors import (
     OverwrittenWarning as OverwrittenWarning,
     SelectionError as SelectionError,
 )
-from .events import (
-    CancelBackwardException as CancelBackwardException,
-    CancelBatchException as CancelBatchException,
-    CancelEpochException as CancelEpochException,
-    CancelFitException as CancelFitException,
-    CancelStepException as CancelStepException,
-    CancelTrainException as CancelTrainException,
-    CancelValidException as CancelValidException,
-)
 from .fastai import (
     dummy_eval as dummy_eval,
     flatten_model as flatten_model,
@@ -121,7 +122,6 @@ from .fastai import (
     total_params as total_params,
 )
 from .features import FeatureExtractor as FeatureExtractor, feature_extractor
-from .health import Diagnosis as Diagnosis, Finding as Finding, diagnose as diagnose
 from .hooks import (
     FunctionHooks as FunctionHooks,
     Hook as Hook,
@@ -136,10 +136,8 @@ from .hooks import (
     hook_tensor as hook_tensor,
     print_sizes as print_sizes,
 )
-from .learner import Learner
-from .live import ShowHealth as ShowHealth
 from .pages import report as report
-from .recording import HookCallback
+from .recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from .records import Record as Record, Run
 from .selecting import (
     Selection as Selection,
@@ -147,7 +145,6 @@ from .selecting import (
     select,
     unwrap as unwrap,
 )
-from .stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from .summaries import (
     Summary as Summary,
     layer_info as layer_info,
@@ -160,8 +157,10 @@ from .swapping import (
     Wrapper as Wrapper,
     swap as swap,
 )
+from .training import Learner, Watcher as Watcher, watch
+from .training.data import DataLoaders as DataLoaders
+from .training.live import ShowHealth as ShowHealth
 from .version import __version__ as __version__
-from .watching import Watcher as Watcher, watch
 
 __all__ = [
     "ActivationStats",

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hookkit.callbacks import ProgressCallback
-from hookkit.data import DataLoaders
 from hookkit.devices import accelerator
 from hookkit.errors import missing_extra
-from hookkit.learner import Learner
+from hookkit.recorders import ActivationStats, GradientStats, ParamStats
 from hookkit.records import Record
-from hookkit.stats import ActivationStats, GradientStats, ParamStats
+from hookkit.training import Learner
+from hookkit.training.data import DataLoaders
 
 
 def digits(seed: int = 42, batch_size: int = 64, device: str = "cpu") -> DataLoaders:

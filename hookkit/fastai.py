@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.checks import check_module, is_whole
 from hookkit.errors import ArgumentError, ModelRunError, OptionError
 from hookkit.hooks import Hook, Hooks, hook_output, hook_outputs
@@ -23,8 +24,7 @@ from hookkit.modelinfo.tree import Tree, numel
 from hookkit.modelinfo.untouched import set_mode, untouched
 from hookkit.modules import children, unwrap, walk
 from hookkit.nested import Inputs, describe, leaves
-from hookkit.recording import HookCallback
-from hookkit.stats import ActivationStats
+from hookkit.recorders import ActivationStats
 from hookkit.summaries import layer_info, module_summary
 from hookkit.summaries.rows import share
 

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from hookkit.checks import check_path
+from hookkit.diagnosis import diagnose
 from hookkit.errors import HookkitError, OptionError
 from hookkit.files import atomic_write
-from hookkit.health import diagnose
 from hookkit.markup import STYLE, details, table, terms
 from hookkit.records import Record, Run, as_run, in_order
 from hookkit.version import __version__

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hookkit.data import DataLoaders
-from hookkit.learner import Learner
+from hookkit.training import Learner
+from hookkit.training.data import DataLoaders
 
 
 def synth_dbunch(

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.callbacks import Callback
-from hookkit.events import EVENTS
-from hookkit.learner import Learner
+from hookkit.callbacks.events import EVENTS
 from hookkit.testing import synth_learner
+from hookkit.training import Learner
 
 
 def quiet(n_trn: int = 3, n_val: int = 2, **kwargs: Any) -> Any:

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset
 from hookkit.bridges import Bridge
 from hookkit.callbacks import Callback
 from hookkit.errors import ArgumentError, MissingExtraError, OptionError
+from hookkit.recorders import ActivationStats, FlightRecorder, ParamStats
 from hookkit.records import Run
-from hookkit.stats import ActivationStats, FlightRecorder, ParamStats
-from hookkit.watching import watch
+from hookkit.training import watch
 
 N, BATCH_SIZE, EPOCHS = 8, 4, 2  # batches of an epoch, rows of a batch, epochs
 

@@ -16,8 +16,8 @@ from hookkit.callbacks import (
     ProgressCallback,
     SchedulerCallback,
 )
+from hookkit.callbacks.events import CancelBatchException, CancelValidException
 from hookkit.errors import MissingExtraError
-from hookkit.events import CancelBatchException, CancelValidException
 from hookkit.testing import RegModel, mlp, synth_learner
 
 # --- TrainEvalCallback

@@ -25,7 +25,7 @@ from hookkit import (
     SchedulerCallback,
     watch,
 )
-from hookkit.moments.step_table import StepTable
+from hookkit.recorders.step_table import StepTable
 from hookkit.testing import synth_learner
 
 

@@ -13,9 +13,13 @@ from torch import Tensor, nn
 
 from hookkit import watch
 from hookkit.callbacks import Callback, GradientAccumulation, Recorder, TrainEvalCallback
+from hookkit.callbacks.events import (
+    CancelBatchException,
+    CancelTrainException,
+    CancelValidException,
+)
 from hookkit.errors import ArgumentError
-from hookkit.events import CancelBatchException, CancelTrainException, CancelValidException
-from hookkit.stats import FlightRecorder
+from hookkit.recorders import FlightRecorder
 
 
 def mae(pred: Tensor, y: Tensor) -> Tensor:

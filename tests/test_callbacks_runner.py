@@ -7,8 +7,8 @@ import pytest
 from learners import EventLog, quiet as quiet_learner
 
 from hookkit.callbacks import Callback
+from hookkit.callbacks.events import CancelFitException
 from hookkit.errors import ArgumentError, HookError, HookkitWarning, OptionError
-from hookkit.events import CancelFitException
 from hookkit.testing import synth_learner
 
 quiet = partial(quiet_learner, n_trn=2, n_val=1)

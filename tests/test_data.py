@@ -14,8 +14,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from hookkit.data import DataLoaders, split_batch, to_device
+from hookkit.batches import split_batch, to_device
 from hookkit.errors import ModelRunError, SelectionError
+from hookkit.training.data import DataLoaders
 
 BATCHES = [(torch.ones(4, 2), torch.zeros(4))] * 3
 

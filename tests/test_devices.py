@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hookkit
 from hookkit.nested import leaves
+from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
+from hookkit.recorders.param_norms import norms_of
 from hookkit.records import Run
-from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
-from hookkit.stats.param_norms import norms_of
-from hookkit.watching import watch
+from hookkit.training import watch
 
 MAKERS = "zeros ones empty full arange tensor as_tensor randn rand randint randperm linspace eye"
 
@@ -134,7 +134,7 @@ def test_a_device_without_float64_records_the_same(
 ):
     wanted_losses, wanted = losses_and_record(torch.device("cpu"))
     monkeypatch.setattr("hookkit.devices.WITHOUT_FLOAT64", frozenset((gpu.type,)))
-    monkeypatch.setattr("hookkit.moments.triton_rows.serves", lambda device: False)
+    monkeypatch.setattr("hookkit.recorders.triton_rows.serves", lambda device: False)
 
     with NoFloat64():
         losses, run = losses_and_record(gpu)

@@ -6,7 +6,7 @@ import pytest
 from learners import EventLog, quiet as quiet_learner
 
 from hookkit.callbacks import Callback
-from hookkit.events import CANCELS
+from hookkit.callbacks.events import CANCELS
 
 TRAIN_BATCH = [
     "before_batch",

@@ -11,7 +11,7 @@ from health_loops import LOOPS, Headed, blobs, fit, net, sgd, train
 from torch import nn
 
 from hookkit import FlightRecorder, GradientStats, ParamStats, Run, diagnose, watch
-from hookkit.health.loss_graph import loss_facts
+from hookkit.recorders.loss_graph import loss_facts
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hookkit import ActivationStats, Diagnosis, Finding, ParamStats, Run, diagnose, watch
-from hookkit.health import RULES
+from hookkit.diagnosis import RULES
 
 FALLING = 2.3 * np.exp(-np.arange(300) / 80)
 

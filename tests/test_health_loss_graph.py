@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookkit.health.loss_graph import loss_facts
+from hookkit.recorders.loss_graph import loss_facts
 
 N, T, C = 4, 3, 7
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from health_loops import LOOPS
 
-from hookkit.health import RULES, diagnose
+from hookkit.diagnosis import RULES, diagnose
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookkit import watch
-from hookkit.health.sensors import MANY, Sensors, loss_name
+from hookkit.recorders.probes import MANY, Sensors, loss_name
 
 
 def net():

@@ -27,7 +27,7 @@ from hookkit.callbacks import (
     SaveModelCallback,
     SchedulerCallback,
 )
-from hookkit.recording import HookCallback
+from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.testing import mlp, synth_learner
 
 
@@ -70,7 +70,7 @@ def _sequences() -> Any:
 
 
 def stats_callbacks() -> list[Any]:
-    from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
+    from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
 
     return [
         ActivationStats(with_hist=True, include_paramless=True, units=True),

@@ -16,21 +16,21 @@ PACKAGE = Path(hookkit.__file__).parent
 
 ROWS = [
     {"errors", "version"},
-    {"checks", "devices", "events", "nested", "modules", "roles", "texts", "files"},
-    {"selecting", "ranks", "data", "autograd_graph", "markup"},
+    {"checks", "devices", "nested", "modules", "roles", "texts", "files"},
+    {"selecting", "ranks", "batches", "autograd_graph", "markup"},
     {"hooks", "records"},
-    {"moments", "editing", "swapping", "modelinfo", "health"},
-    {"attention", "features", "summaries", "plotting"},
-    {"pages", "callbacks", "comparing", "collecting"},
-    {"recording", "live"},
-    {"stats"},
-    {"learner", "watching"},
+    {"editing", "swapping", "modelinfo", "diagnosis", "plotting"},
+    {"attention", "features", "summaries", "pages"},
+    {"comparing", "collecting"},
+    {"callbacks"},
+    {"recorders"},
+    {"training"},
     {"bridges", "testing", "demo", "edits", "fastai"},
 ]
 ROW = {name: i for i, row in enumerate(ROWS) for name in row}
 
 # `Run.diagnose`, `.plot` and `.report` import their package when they are called.
-EXCEPTIONS = {("records/run.py", name) for name in ("health", "plotting", "pages")}
+EXCEPTIONS = {("records/run.py", name) for name in ("diagnosis", "plotting", "pages")}
 
 ONE_IMPORTER = {"matplotlib": "plotting", "torch.distributed": "ranks"}
 

@@ -30,13 +30,12 @@ from hookkit.callbacks import (
     SaveModelCallback,
     TrainEvalCallback,
 )
-from hookkit.data import DataLoaders
+from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.errors import HookkitError, HookkitWarning, ModelRunError
-from hookkit.learner import Learner
-from hookkit.recording import HookCallback
-from hookkit.stats import ActivationStats, GradientStats
+from hookkit.recorders import ActivationStats, GradientStats
 from hookkit.testing import RegModel, mlp, synth_dbunch, synth_learner
-from hookkit.watching import watch
+from hookkit.training import Learner, watch
+from hookkit.training.data import DataLoaders
 
 # --- it trains
 

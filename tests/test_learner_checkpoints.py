@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hookkit.callbacks import Callback, SaveModelCallback, SchedulerCallback
 from hookkit.errors import OptionError
-from hookkit.learner import Learner
+from hookkit.training import Learner
 
 
 def learner(folder: Path) -> Any:

@@ -7,8 +7,8 @@ import torch
 from learners import conv_layer, quiet
 from torch import nn
 
-from hookkit.learner.groups import make_optimizer, set_hyper, spread
 from hookkit.testing import mlp, synth_learner
+from hookkit.training.groups import make_optimizer, set_hyper, spread
 
 
 def halves(model: Any) -> list[Any]:

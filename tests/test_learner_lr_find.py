@@ -27,7 +27,7 @@ from hookkit import (
     SaveModelCallback,
     TrainEvalCallback,
 )
-from hookkit.learner.lr_finder import minimum, slide, steep, valley
+from hookkit.training.lr_finder import minimum, slide, steep, valley
 
 X = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, X.sum(1, keepdim=True))

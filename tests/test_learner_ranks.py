@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 
 from hookkit import ranks
 from hookkit.callbacks import Callback, GradientClip
-from hookkit.data import DataLoaders
+from hookkit.callbacks.events import CancelFitException
 from hookkit.errors import HookkitWarning, OptionError
-from hookkit.events import CancelFitException
-from hookkit.learner import Learner
-from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
+from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
+from hookkit.training import Learner
+from hookkit.training.data import DataLoaders
 
 accelerate = pytest.importorskip("accelerate")
 DataLoaderConfiguration = accelerate.utils.DataLoaderConfiguration

@@ -13,9 +13,10 @@ import torch
 from processes import in_ranks
 from torch import nn
 
-from hookkit import ActivationStats, ParamStats, ProgressCallback, ShowHealth, live, watch
+from hookkit import ActivationStats, ParamStats, ProgressCallback, ShowHealth, watch
 from hookkit.errors import HookkitWarning, OptionError
 from hookkit.testing import synth_learner
+from hookkit.training import live
 
 
 @pytest.fixture

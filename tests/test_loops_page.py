@@ -13,7 +13,7 @@ import pytest
 from hooked import n_hooks
 from test_readme import BLOCK, run
 
-from hookkit.watching import Watcher
+from hookkit.training import Watcher
 
 PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "loops.md"
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hookkit.moments.bins import SAMPLE, LogBins, RangeBins, narrowed, sample_of
-from hookkit.moments.reading import record_of
-from hookkit.moments.rows import (
+from hookkit.recorders.bins import SAMPLE, LogBins, RangeBins, narrowed, sample_of
+from hookkit.recorders.moments import (
     CHUNK,
     EMPTY,
     FIELDS,
@@ -19,7 +18,8 @@ from hookkit.moments.rows import (
     plain,
     statistics as statistics_of,
 )
-from hookkit.moments.tally import Options, Tally
+from hookkit.recorders.running_stats import Options, Tally
+from hookkit.recorders.to_record import record_of
 
 
 def truth(x: torch.Tensor, eps: float) -> list[float]:

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from hookkit.moments import tally
-from hookkit.moments.bins import LogBins
-from hookkit.moments.reading import record_of
-from hookkit.moments.tally import Options, Tally
-from hookkit.moments.units import WINDOW, channel_dim
-from hookkit.stats import ActivationStats, GradientStats
-from hookkit.watching import watch
+from hookkit.recorders import ActivationStats, GradientStats, running_stats as tally
+from hookkit.recorders.bins import LogBins
+from hookkit.recorders.running_stats import Options, Tally
+from hookkit.recorders.to_record import record_of
+from hookkit.recorders.unit_stats import WINDOW, channel_dim
+from hookkit.training import watch
 
 ALL = Options(bins=LogBins(), units=True)
 

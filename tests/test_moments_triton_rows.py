@@ -5,10 +5,15 @@ import pytest
 import torch
 from torch import nn
 
-from hookkit.moments import triton_rows
-from hookkit.moments.rows import moments, widened
-from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
-from hookkit.watching import watch
+from hookkit.recorders import (
+    ActivationStats,
+    FlightRecorder,
+    GradientStats,
+    ParamStats,
+    triton_rows,
+)
+from hookkit.recorders.moments import moments, widened
+from hookkit.training import watch
 
 pytest.importorskip("triton")
 

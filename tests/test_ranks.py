@@ -15,9 +15,9 @@ from torch import nn
 from hookkit import ranks
 from hookkit.errors import HookError
 from hookkit.hooks import hook_output, hook_outputs
+from hookkit.recorders import ActivationStats
 from hookkit.selecting import select
-from hookkit.stats import ActivationStats
-from hookkit.watching import watch
+from hookkit.training import watch
 
 Pair = namedtuple("Pair", ["a", "b"])
 

@@ -11,12 +11,12 @@ from learners import quiet
 from torch import nn
 
 from hookkit.callbacks import Callback, GradientAccumulation
-from hookkit.data import DataLoaders
+from hookkit.callbacks.events import CANCELS, EVENTS
+from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.errors import ArgumentError, OptionError, SelectionError
-from hookkit.events import CANCELS, EVENTS
-from hookkit.recording import HookCallback
-from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
+from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.testing import mlp, synth_dbunch
+from hookkit.training.data import DataLoaders
 
 FIRST_LAYER = "ignore:Full backward hook is firing:UserWarning"
 """What PyTorch says of a full backward hook on a layer whose inputs have no gradient."""

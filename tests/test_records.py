@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hookkit.errors import ArgumentError, SelectionError
+from hookkit.recorders import ActivationStats, ParamStats
 from hookkit.records import Incident, Record, Run, as_run
-from hookkit.stats import ActivationStats, ParamStats
-from hookkit.watching import watch
+from hookkit.training import watch
 
 
 def record(n: int = 3, names: tuple[str, ...] = ("conv1", "fc")) -> Record:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hookkit.callbacks import Callback
+from hookkit.callbacks.events import CancelBatchException, CancelStepException
 from hookkit.errors import ArgumentError, OptionError
-from hookkit.events import CancelBatchException, CancelStepException
-from hookkit.moments.bins import LogBins
-from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
+from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
+from hookkit.recorders.bins import LogBins
 from hookkit.testing import synth_learner
-from hookkit.watching import watch
+from hookkit.training import watch
 
 
 def net() -> nn.Sequential:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.errors import HookkitWarning
-from hookkit.stats import GradientStats
-from hookkit.watching import watch
+from hookkit.recorders import GradientStats
+from hookkit.training import watch
 
 
 def net(n_in: int = 2) -> nn.Sequential:

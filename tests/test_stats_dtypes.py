@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.records import Record
-from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
-from hookkit.watching import watch
+from hookkit.training import watch
 
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 PER_TENSOR = (torch.qint8, torch.quint8, torch.qint32)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from hookkit import ranks
 from hookkit.errors import NonFiniteError, OptionError
+from hookkit.recorders import ActivationStats, FlightRecorder, ParamStats
 from hookkit.records import Incident
-from hookkit.stats import ActivationStats, FlightRecorder, ParamStats
 from hookkit.testing import synth_learner
-from hookkit.watching import watch
+from hookkit.training import watch
 
 
 class Breaks(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 
 from hookkit import ActivationStats, ParamStats, Run, watch
 from hookkit.autograd_graph import users_of
-from hookkit.stats.graph import consumers, predecessors
+from hookkit.recorders.layer_graph import consumers, predecessors
 
 
 def read_by(net, x):

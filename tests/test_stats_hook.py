@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.callbacks import Callback
-from hookkit.stats import ActivationStats, FlightRecorder, GradientStats
-from hookkit.watching import watch
+from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats
+from hookkit.training import watch
 
 
 def net() -> nn.Sequential:

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 import hookkit
-from hookkit.moments import step_table
-from hookkit.stats import ActivationStats, GradientStats, ParamStats
-from hookkit.watching import watch
+from hookkit.recorders import ActivationStats, GradientStats, ParamStats, step_table
+from hookkit.training import watch
 
 pytestmark = pytest.mark.slow
 
-FOLDERS = tuple(str(Path(hookkit.__file__).parent / name) for name in ("moments", "stats"))
+FOLDERS = tuple(str(Path(hookkit.__file__).parent / name) for name in ("recorders",))
 
 
 class Lines:

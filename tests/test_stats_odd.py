@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.utils import prune
 
 from hookkit.errors import HookError
-from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
-from hookkit.stats.param_norms import norms_of
-from hookkit.watching import watch
+from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
+from hookkit.recorders.param_norms import norms_of
+from hookkit.training import watch
 
 
 class Net(nn.Module):

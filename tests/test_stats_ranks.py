@@ -13,8 +13,8 @@ from processes import in_ranks
 from torch import Tensor, nn
 
 from hookkit.errors import HookError
-from hookkit.stats import ActivationStats, GradientStats, ParamStats
-from hookkit.watching import watch
+from hookkit.recorders import ActivationStats, GradientStats, ParamStats
+from hookkit.training import watch
 
 
 def data(rank: int, step: int) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hookkit.errors import HookkitWarning, OptionError, SelectionError
-from hookkit.stats import ActivationStats, GradientStats, ParamStats
-from hookkit.watching import watch
+from hookkit.recorders import ActivationStats, GradientStats, ParamStats
+from hookkit.training import watch
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hookkit.errors import HookkitWarning
-from hookkit.stats import GradientStats, ParamStats
-from hookkit.watching import watch
+from hookkit.recorders import GradientStats, ParamStats
+from hookkit.training import watch
 
 
 def scaler_of(scale: float = 1024.0, enabled: bool = True) -> Any:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
-from hookkit.watching import watch
+from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
+from hookkit.training import watch
 
 
 @contextmanager

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookkit.recording import HookCallback
-from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
-from hookkit.watching import watch
+from hookkit.callbacks.hook_callback import HookCallback
+from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
+from hookkit.training import watch
 
 Call = Callable[[], Any]
 

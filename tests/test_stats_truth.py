@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookkit.stats import ActivationStats, GradientStats, ParamStats
-from hookkit.watching import watch
+from hookkit.recorders import ActivationStats, GradientStats, ParamStats
+from hookkit.training import watch
 
 
 def conv() -> nn.Module:

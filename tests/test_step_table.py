@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from hookkit.moments import step_table
-from hookkit.moments.rows import array_row
-from hookkit.moments.step_table import MOMENTS, StepTable, sums
-from hookkit.moments.tally import Tally
+from hookkit.recorders import step_table
+from hookkit.recorders.moments import array_row
+from hookkit.recorders.running_stats import Tally
+from hookkit.recorders.step_table import MOMENTS, StepTable, sums
 
 
 def filled(values: Any) -> StepTable:

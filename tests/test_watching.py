@@ -12,12 +12,17 @@ from learners import EventLog
 from torch import nn
 
 from hookkit.callbacks import Callback
+from hookkit.callbacks.events import (
+    EVENTS,
+    CancelBatchException,
+    CancelFitException,
+    CancelStepException,
+)
+from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.errors import HookError
-from hookkit.events import EVENTS, CancelBatchException, CancelFitException, CancelStepException
-from hookkit.recording import HookCallback
-from hookkit.stats import GradientStats, ParamStats
-from hookkit.watching import watch
-from hookkit.watching.checks import NEVER_SENT
+from hookkit.recorders import GradientStats, ParamStats
+from hookkit.training import watch
+from hookkit.training.watch_checks import NEVER_SENT
 
 BATCH = ["before_batch", "after_pred", "before_step", "after_step", "after_batch"]
 OPEN = ["before_fit", "before_epoch", "before_train"]

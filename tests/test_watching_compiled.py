@@ -7,8 +7,8 @@ from test_watching import BATCH, CLOSE, OPEN, Log, batches, net, sgd, train
 from torch import nn
 
 from hookkit.errors import CompiledWarning
-from hookkit.stats import ActivationStats, GradientStats
-from hookkit.watching import watch
+from hookkit.recorders import ActivationStats, GradientStats
+from hookkit.training import watch
 
 # torch's own warnings while it traces
 pytestmark = [

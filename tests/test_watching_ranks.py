@@ -14,8 +14,8 @@ from test_watching import net, sgd
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hookkit.stats import ActivationStats, FlightRecorder, ParamStats
-from hookkit.watching import watch
+from hookkit.recorders import ActivationStats, FlightRecorder, ParamStats
+from hookkit.training import watch
 
 CASES = ("ddp, wrapper given", "ddp, model given", "ddp compiled", "fsdp")
 

@@ -13,10 +13,10 @@ from test_watching import Log, batches, net, sgd, train
 from torch import nn
 
 from hookkit.callbacks import Callback
+from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.errors import ArgumentError, HookError, HookkitWarning, NeverFiredWarning
-from hookkit.recording import HookCallback
-from hookkit.stats import ActivationStats, ParamStats
-from hookkit.watching import watch
+from hookkit.recorders import ActivationStats, ParamStats
+from hookkit.training import watch
 
 # --- the loss
 

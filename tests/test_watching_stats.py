@@ -12,13 +12,12 @@ from test_watching import batches, net, sgd, train
 from torch import nn
 
 from hookkit.callbacks import Callback
+from hookkit.callbacks.events import CancelStepException
+from hookkit.diagnosis import diagnose
 from hookkit.errors import HookError
-from hookkit.events import CancelStepException
-from hookkit.health import diagnose
-from hookkit.learner import Learner
+from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.records import Record
-from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
-from hookkit.watching import watch
+from hookkit.training import Learner, watch
 
 
 def recorders() -> list[object]:

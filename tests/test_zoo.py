@@ -14,8 +14,8 @@ from zoo import ZOO, Entry, entry
 from hookkit.fastai import total_params
 from hookkit.modelinfo.tree import Tree
 from hookkit.modules import find, walk
+from hookkit.recorders.parameters import named_parameters
 from hookkit.selecting import leaf_modules, select
-from hookkit.stats.parameters import named_parameters
 
 
 class Flops(TorchDispatchMode):

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from zoo import ZOO, Entry
 
 from hookkit.callbacks import Callback
+from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.errors import HookError, HookkitWarning
 from hookkit.modules import can_run
 from hookkit.nested import leaves
-from hookkit.recording import HookCallback
+from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.records import as_run
 from hookkit.selecting import leaf_modules
-from hookkit.stats import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.testing import synth_learner
-from hookkit.watching import watch
+from hookkit.training import watch
 
 NO_HOOKS = {"scripted", "compiled", "cyclic"}  # they run no Python hooks, or are no tree
 

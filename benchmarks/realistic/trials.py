@@ -29,9 +29,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hookkit.recorders import ActivationStats, GradientStats, ParamStats
 from hookkit.records import Run
-from hookkit.stats import ActivationStats, GradientStats, ParamStats
-from hookkit.watching import Watcher, watch as hookkit_watch
+from hookkit.training import Watcher, watch as hookkit_watch
 
 Watch = Callable[..., AbstractContextManager[Watcher]]
 Train = Callable[[Watch], float]

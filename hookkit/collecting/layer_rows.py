@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit import checks
-from hookkit.data import check_loader, no_batches, to_device
+from hookkit.batches import check_loader, no_batches, to_device
 from hookkit.errors import ArgumentError, HookError, ModelRunError, OptionError
 from hookkit.hooks.block import KINDS
 from hookkit.hooks.collection import Hooks

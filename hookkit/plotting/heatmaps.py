@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
-from hookkit.health import diagnose
+from hookkit.diagnosis import diagnose
 from hookkit.plotting import figures
 from hookkit.plotting.figures import ALARM, GREY, KINDS
 from hookkit.records import Floats, Record, as_run, in_order

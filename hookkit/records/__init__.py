@@ -5,7 +5,7 @@ hand, pickled, saved, drawn and judged, long after the model is gone.
 
     values    array types, equality, labels; how a source of records is read
     frames    as a pandas DataFrame
-    files     in an .npz file
+    npz       in an .npz file
     logs      what is new, sent to TensorBoard, a tracker, a file that grows
     record    Record, with the methods above
     joining   two runs as one: what `run + later` is made of

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hookkit.errors import ArgumentError, SelectionError, nearest
-from hookkit.records import files, frames, logs
+from hookkit.records import frames, logs, npz
 from hookkit.records.values import Floats, Ints, Plain, label, read_source
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Exports(Tables):
         Of a Run, a Watcher or a Learner also losses, epochs, incidents and facts: `Run.load` reads
         all of it. Missing parent folders are made.
         """
-        return files.save(self, path)
+        return npz.save(self, path)
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hookkit.errors import OptionError
-from hookkit.records import files
+from hookkit.records import npz
 from hookkit.records.joining import SLOTS, joined_fields
 from hookkit.records.record import Exports, Record
 from hookkit.records.values import Floats, Ints, Plain, no_records, read_source
@@ -21,7 +21,7 @@ from hookkit.records.values import Floats, Ints, Plain, no_records, read_source
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from hookkit.health import Diagnosis
+    from hookkit.diagnosis import Diagnosis
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +73,8 @@ class Views:
     """
 
     def diagnose(self) -> Diagnosis:
-        """What is wrong with the run, if anything: see `hookkit.health.diagnose`."""
-        from hookkit.health import diagnose
+        """What is wrong with the run, if anything: see `hookkit.diagnosis.diagnose`."""
+        from hookkit.diagnosis import diagnose
 
         return diagnose(self)
 
@@ -131,7 +131,7 @@ class Run(Plain, Exports, Views):
         Raises:
             OptionError: the file is not one of `save`'s, or is damaged.
         """
-        with files.opened(path) as (records, fields):
+        with npz.opened(path) as (records, fields):
             slots: dict[str, Any] = {SLOTS[each["kind"]]: Record(**each) for each in records}
             incidents = tuple(Incident(**each) for each in fields.pop("incidents"))
             return cls(**slots, incidents=incidents, **fields)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from hookkit.data import first_batch, split_batch
+from hookkit.batches import first_batch, split_batch
 from hookkit.errors import ArgumentError, ModelRunError
 from hookkit.modelinfo.tree import Tree
 from hookkit.modelinfo.untouched import untouched

@@ -1,0 +1,108 @@
+"""The events of training, in the order they fire, and the exceptions that cut a part of it short.
+
+One `fit` is a nest of parts. Each part fires `before_<part>`, does its work, and fires
+`after_<part>`:
+
+    fit
+    └─ epoch *
+       ├─ train                                    ├─ validate
+       │  └─ batch *                               │  └─ batch *     (no gradient, no step)
+       │     ├─ after_pred, after_loss             │     └─ after_pred, after_loss
+       │     ├─ backward
+       │     └─ step
+
+A callback that raises `Cancel<Part>Exception` ends that part at once: the rest of it is skipped,
+`after_cancel_<part>` fires, then `after_<part>` as always. Any other exception ends the
+fit; no further event fires, but every callback's `cleanup_fit()` is called.
+"""
+
+from __future__ import annotations
+
+from hookkit.errors import nearest
+
+EVENTS = (
+    "after_create",
+    "before_fit",
+    "before_epoch",
+    "before_train",
+    "before_batch",
+    "after_pred",
+    "after_loss",
+    "before_backward",
+    "after_cancel_backward",
+    "after_backward",
+    "before_step",
+    "after_cancel_step",
+    "after_step",
+    "after_cancel_batch",
+    "after_batch",
+    "after_cancel_train",
+    "after_train",
+    "before_validate",
+    "after_cancel_validate",
+    "after_validate",
+    "after_cancel_epoch",
+    "after_epoch",
+    "after_cancel_fit",
+    "after_fit",
+)
+"""Every event, in firing order (names and order of fastai 2.8)."""
+
+BATCH_EVENTS = frozenset(EVENTS[EVENTS.index("before_batch") : EVENTS.index("after_batch") + 1])
+"""The events inside a batch: the only ones that `run_train` and `run_valid` switch."""
+
+
+class CancelFitException(Exception):
+    """Ends the fit: no further epoch."""
+
+
+class CancelEpochException(Exception):
+    """Ends this epoch, training and validation; the next epoch follows."""
+
+
+class CancelTrainException(Exception):
+    """Ends the training part of this epoch; validation follows."""
+
+
+class CancelValidException(Exception):
+    """Ends the validation part of this epoch."""
+
+
+class CancelBatchException(Exception):
+    """Ends this batch: the rest of it (loss, backward, step, zero_grad) is skipped."""
+
+
+class CancelBackwardException(Exception):
+    """Skips the backward pass of this batch; the step follows."""
+
+
+class CancelStepException(Exception):
+    """Skips the optimizer step of this batch; its gradients are still zeroed."""
+
+
+CANCELS: dict[str, type[Exception]] = {
+    "fit": CancelFitException,
+    "epoch": CancelEpochException,
+    "train": CancelTrainException,
+    "validate": CancelValidException,
+    "batch": CancelBatchException,
+    "backward": CancelBackwardException,
+    "step": CancelStepException,
+}
+"""Part of a fit → the exception that ends it. All of them are control flow, not failures."""
+
+CANCEL_EXCEPTIONS: tuple[type[Exception], ...] = tuple(CANCELS.values())
+"""For an `except` clause that lets control flow pass."""
+
+
+def not_an_event(name: str) -> str:
+    """The message for a name that is no event.
+
+    >>> not_an_event("on_end")
+    "'on_end' is not an event. hookkit.callbacks.events.EVENTS lists all 24."
+    """
+    near = nearest(name, EVENTS)
+    hint = f"Nearest: {', '.join(near)}. " if near else ""
+    return (
+        f"{name!r} is not an event. {hint}hookkit.callbacks.events.EVENTS lists all {len(EVENTS)}."
+    )

@@ -1,0 +1,129 @@
+"""NaN and Inf: the first step, the first layer, and what made it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from hookkit.diagnosis.finding import Finding
+from hookkit.diagnosis.view import ENOUGH, View, table
+from hookkit.records import Record
+
+_CLIP = "clip gradients, torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+
+_ORIGINS = {
+    "data": (
+        "the data of that step, or what prepares them",
+        "check the batch, torch.isfinite(x).all(), and the code that loads and scales it",
+    ),
+    "function": (
+        "a function that is not finite there: log, sqrt or a division at 0, exp of a large number",
+        "keep its input away from 0, x.clamp(min=1e-8); FlightRecorder() finds where it begins",
+    ),
+    "growth": (
+        "values that grew until they overflowed: a rate that is too high, or a recurrence",
+        f"divide the learning rate by 10, and {_CLIP}",
+    ),
+    "gradient": (
+        "a derivative that is not finite (sqrt or a norm at 0), or an overflow in half precision",
+        "run the step under torch.autograd.set_detect_anomaly(True), which names the operation",
+    ),
+    "param": (
+        "a step that was too large, or gradients that were not finite",
+        f"divide the learning rate by 10, and {_CLIP}",
+    ),
+    "loss": (
+        "the loss itself: log or a division at 0 in it, or targets that are not finite",
+        "use a loss that takes scores, and check the targets: torch.isfinite(y).all()",
+    ),
+    "unknown": (
+        "log or a division at 0, overflow, or weights that a step has spoiled",
+        "record ParamStats() and FlightRecorder(), which find where it begins",
+    ),
+}
+
+
+def non_finite(run: View) -> Iterator[Finding]:
+    """NaN or Inf: the first step, the first layer in the order of execution, and where it began."""
+    if run.run.incidents:
+        yield _of_incident(run.run.incidents[0])
+        return
+    firsts = [first for record in run.run.records if (first := _first(record)) is not None]
+    if firsts:
+        yield _of_record(run, *min(firsts, key=lambda first: first[1]))
+        return
+    lost, of = run.info.get("nan_losses") or (0, 1)
+    if run.broke is not None:
+        what, steps = "the loss stops being a number", (run.broke,)
+        yield Finding("non_finite", "error", what, *_ORIGINS["loss"], steps=steps)
+    elif lost > 0.05 * of:
+        what = f"the loss of {lost} of {of} batches is NaN or Inf"
+        yield Finding("non_finite", "warning", what, *_ORIGINS["loss"])
+
+
+def _of_incident(i: Any) -> Finding:
+    what = f"the first non-finite {i.kind}{f' in {i.type}' * bool(i.type)}"
+    what += f". {i.note.rstrip('.')}" * bool(i.note)
+    origin = {"loss": "loss", "gradient": "gradient", "activation": "function"}.get(i.kind)
+    if "model's input was not finite" in i.note:
+        origin = "data"
+    if "spoiled" in i.note:
+        origin = "param"
+    layers = (i.name,) if i.name else ()
+    return Finding("non_finite", "error", what, *_ORIGINS[origin or "unknown"], layers, (i.step,))
+
+
+def _of_record(run: View, record: Record, step: int, row: int) -> Finding:
+    """The finding for the first record with NaN or Inf: a note if nothing came of it."""
+    kind = {"activation": "output", "gradient": "gradient", "param": "value"}[record.kind]
+    what, at = f"the {kind} of {record.labels[row]} has NaN or Inf", ((record.names[row],), (step,))
+    if run.broke is None and record.kind != "activation" and _did_no_harm(run, record):
+        what += ", and weights and outputs stay finite"
+        cause = "steps that a GradScaler skips while it looks for its scale"
+        return Finding("non_finite", "note", what, cause, "nothing, if they are few", *at)
+    if run.broke is None and run.falls and step == record.steps[0]:
+        what += ", from the first step on, while the loss falls"
+        return Finding("non_finite", "note", what, "a mask of -inf", "nothing, if it is one", *at)
+    origin = _origin(run, record, step, row) if record.kind == "activation" else record.kind
+    return Finding("non_finite", "error", what, *_ORIGINS[origin], *at)
+
+
+def _origin(run: View, record: Record, step: int, row: int) -> str:
+    """Where the first output that is not finite comes from."""
+    p = run.params
+    before = record.steps < step
+    rms = np.where(np.isfinite(table(record, "rms")), table(record, "rms"), 0)[:, before].max(
+        axis=0, initial=0
+    )
+    if len(rms) > 1 and rms[-1] > 100 * rms[0] > 0:
+        return "growth"
+    fine = not before.any() or (
+        p is not None and len(p) and np.isfinite(table(p, "weight_norm")[:, p.steps <= step]).all()
+    )
+    if not fine:
+        return "unknown"
+    is_first = row in run.given_data() or row == 0
+    return "data" if is_first else "function"
+
+
+def _first(record: Record) -> tuple[Record, int, int] | None:
+    """The earliest record with a non-finite value: its step, and the row where it began."""
+    bad = np.nan_to_num(table(record, "nonfinite")) > 0
+    if not bad.any():
+        return None
+    at = int(bad.any(axis=0).argmax())
+    rows = np.flatnonzero(bad[:, at])
+    row = rows[-1] if record.kind == "gradient" else rows[0]  # backward runs from the end
+    return record, int(record.steps[at]), int(row)
+
+
+def _did_no_harm(run: View, record: Record) -> bool:
+    """Whether outputs and weights stay finite, and so do gradients in some of the last records."""
+    a, p = run.acts, run.params
+    bad = np.nan_to_num(table(record, "nonfinite"))[:, -ENOUGH:] > 0
+    if (a is None and p is None) or bad.any(axis=0).all() or (a is not None and _first(a)):
+        return False
+    weights = np.zeros((1, 1)) if p is None or not len(p) else table(p, "weight_norm")
+    return bool((np.isfinite(weights[:, -1]) | ~np.isfinite(weights).any(axis=1)).all())

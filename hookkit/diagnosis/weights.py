@@ -1,0 +1,155 @@
+"""Facts of parameters: those that never move, each with its cause, and first weights all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from hookkit.diagnosis.finding import Finding
+from hookkit.diagnosis.view import DENSE, View, meta, names, plural, table
+from hookkit.records import Record
+
+
+def not_in_optimizer(run: View) -> Iterator[Finding]:
+    """Parameters that can be trained, never move, and are in no optimizer that steps.
+
+    A note for a model's first layers, while the rest of it learns well: they may be frozen so.
+    """
+    p = run.params
+    left = _stays(p) & ~_in_optimizer(p)
+    wide = [i for i in _in_order(run) if meta(p, "ndim", 2)[i] > 1]
+    first = bool(wide) and not left[wide[-1]] and _is_front(left[wide])
+    if left.any():
+        severity = "note" if first and not run.has_much_left else "warning"
+        what = f"{plural(int(left.sum()), 'trainable parameter')} are in no optimizer that steps"
+        cause = "the optimizer was made without them, or before they were"
+        fix = "give it all of model.parameters(), or freeze them: requires_grad_(False)"
+        yield Finding("not_in_optimizer", severity, what, cause, fix, names(p, left))
+
+
+def unregistered(run: View) -> Iterator[Finding]:
+    """Weights of the forward that PyTorch does not know, since a plain list or dict holds them."""
+    hidden = tuple(run.acts.meta.get("unregistered", ()))
+    if hidden:
+        what = f"{plural(len(hidden), 'weight')} of the forward are not in model.parameters()"
+        cause = "layers in a plain list, tuple or dict: they are never trained, moved or saved"
+        fix = "hold them in an nn.ModuleList, nn.ModuleDict or nn.ParameterList"
+        yield Finding("unregistered", "warning", what, cause, fix, hidden)
+
+
+def no_gradient(run: View) -> Iterator[Finding]:
+    """Parameters that no gradient ever reaches.
+
+    An alarm if they are those that the data go into, which a detach() cuts off from the loss. A
+    head, pooler or expert that is not used does no harm: a note.
+    """
+    p = run.params
+    cut = _stays(p) & _in_optimizer(p) & ~np.isfinite(table(p, "grad_norm")).any(axis=1)
+    wide = [i for i in _in_order(run) if meta(p, "ndim", 2)[i] > 1]
+    first = bool(wide) and bool(cut[wide[0]])
+    if not cut.any():
+        return
+    what, rows = f"no gradient ever reaches {plural(int(cut.sum()), 'parameter')}", names(p, cut)
+    if first:
+        what += ", the layers that the data go into among them"
+        cause = "a detach(), .data or no_grad block behind them"
+        fix = "delete it, or freeze them: requires_grad_(False)"
+        yield Finding("no_gradient", run.severity, what, cause, fix, rows)
+    else:
+        cause = "the loss does not depend on them: a head, pooler or expert that is not used"
+        yield Finding("no_gradient", "note", what, cause, "nothing, or freeze them", rows)
+
+
+def unmoved(run: View) -> Iterator[Finding]:
+    """Parameters that get a gradient, and never move."""
+    p = run.params
+    # a bias before a batch norm gets nothing but rounding errors
+    pushed = np.nan_to_num(table(p, "grad_rms")).max(axis=1, initial=0) > 1e-7
+    still = _stays(p) & _in_optimizer(p) & pushed
+    if still.any():
+        what = f"{plural(int(still.sum()), 'parameter')} get a gradient, and never move"
+        cause = "a learning rate of 0 for their group, or steps below the precision of their dtype"
+        fix = 'print(opt.param_groups) and check "lr"; keep weights in float32'
+        yield Finding("unmoved", "warning", what, cause, fix, names(p, still))
+
+
+def zero_gradient(run: View) -> Iterator[Finding]:
+    """Matrices whose gradient is exactly 0 at every step."""
+    p = run.params
+    norms = table(p, "grad_norm")[run.matrices]
+    zero = np.isfinite(norms).any(axis=1) & (np.nan_to_num(norms) == 0).all(axis=1)
+    rows = run.matrices[zero & _in_optimizer(p)[run.matrices]]
+    if len(rows):
+        what = f"the gradient of {plural(len(rows), 'matrix', 'matrices')} is 0 at every step"
+        cause = "its inputs are always 0, or all behind it is: dead units, zeros as first weights"
+        fix = "look at its inputs, and at what is behind it"
+        yield Finding("zero_gradient", run.severity, what, cause, fix, names(p, rows))
+
+
+def zero_init(run: View) -> Iterator[Finding]:
+    """Weights that all begin at 0, so that no unit differs from its neighbours."""
+    p, own = run.params, run.matrices
+    if len(own) < 2 or (table(p, "weight_norm")[own, 0] != 0).any():
+        return
+    if run.stands or _stays(p)[own].any():  # else frozen ones may differ
+        what = f"all {len(own)} matrices begin at exactly 0"
+        cause = "zeros as first weights: the units of a layer get the same gradient, or none"
+        fix = "initialise at random: torch.nn.init.kaiming_normal_(layer.weight)"
+        yield Finding("zero_init", "error", what, cause, fix, names(p, own))
+
+
+def constant_init(run: View) -> Iterator[Finding]:
+    """Two layers in a row, or more, whose weights all begin at one value."""
+    p = run.params
+    if "constant" not in p.meta:
+        return
+    norm = table(p, "weight_norm")
+    same = {i: p.meta["constant"][i] and p.types[i] in DENSE for i in run.matrices}
+    pairs = [pair for pair in pairwise(run.matrices) if all(same[i] for i in pair)]
+    rows = sorted({i for pair in pairs for i in pair})
+    if any(norm[i, 0] > 0 for i in rows):  # else `zero_init`
+        what = f"the weights of {len(rows)} layers in a row all begin at one value"
+        cause = "the units between such layers compute the same, and get the same gradient"
+        fix = "initialise at random: torch.nn.init.kaiming_normal_(layer.weight)"
+        yield Finding("constant_init", run.severity, what, cause, fix, names(p, rows))
+
+
+# --- of each parameter, (n,) bool
+
+
+def _stays(p: Record) -> Any:
+    """Which can be trained, have values, and never moved."""
+    moved = (np.nan_to_num(table(p, "update_norm")) > 0).any(axis=1)
+    moved |= meta(p, "moved", False).astype(bool)  # in steps between the records
+    moved |= (np.nan_to_num(table(p, "nonfinite")) > 0).any(axis=1)
+    moved |= ~np.isfinite(table(p, "update_norm")).any(axis=1)
+    able = meta(p, "requires_grad", True).astype(bool) & (meta(p, "numel", 1) > 0)
+    return able & ~moved
+
+
+def _in_optimizer(p: Record) -> Any:
+    """Which are in an optimizer that steps, or it is not known."""
+    return np.array([held is not False for held in meta(p, "in_optimizer", None).tolist()], bool)
+
+
+def _in_order(run: View) -> list[int]:
+    """Rows of trainable parameters in the order in which their layers are called, if it is known.
+
+    Those of layers that are never called come last.
+    """
+    p, a = run.params, run.acts
+    rows = [int(i) for i in np.flatnonzero(meta(p, "requires_grad", True))]
+    if a is None or not len(a):
+        return rows
+    numbers = np.concatenate([table(a, "rms"), table(a, "count")], axis=1)
+    called = [a.names[int(i)] for i in np.flatnonzero(np.isfinite(numbers).any(axis=1))]
+    place = {name: i for i, name in enumerate(called)}
+    return sorted(rows, key=lambda i: place.get(p.names[i].rpartition(".")[0], len(place)))
+
+
+def _is_front(hit: Any) -> bool:
+    """Whether all that are hit stand before all that are not."""
+    return not (np.diff(hit.astype(int)) > 0).any()

@@ -1,0 +1,45 @@
+"""What every layer does while the model trains: `ActivationStats`, `GradientStats`, `ParamStats`.
+
+Recorders:
+layer_stats     `ActivationStats`, `GradientStats`, and the checks of their options.
+param_stats     `ParamStats`: how large weights, gradients and updates are, for any optimizer.
+flight          `FlightRecorder`: which module made the first NaN or Inf, and what came before.
+step_recorder   `StatsCallback`: from a layer's hook to the record of a step.
+stats_list      `LayerStats`: how recorded layers are read, by name, as a tensor, as pictures.
+
+What they are made of:
+layer_hooks     What recorders' hooks do at a call of a layer: they show tensors to a target.
+running_stats   `Tally`: takes tensors from hooks, closes records at steps.
+step_table      `StepTable`: numbers by step in bounded memory; halved when it is full.
+to_record       From a tally to a `Record`, of this process or of all ranks.
+parameters      The parameters of a model by name, and those that a step left alone.
+param_norms     Norms of parameters, of their gradients and of what a step has changed.
+
+The numbers of a tensor, exact, in one read, merged without loss:
+moments         Nine numbers: by numpy on a CPU, by tensor operations elsewhere; merging.
+triton_rows     The same on CUDA in one launch.
+bins            Histograms of a bounded sample.
+unit_stats      Dead units, judged over a window of records; which dimension counts units.
+device_rows     A step's numbers on their way from a device.
+graph_op        The operation by which a compiled graph shows a tensor to a recorder.
+
+What the diagnosis reads while a model trains:
+probes          `Sensors`, which a loop holds.
+loss_graph      What a loss was computed from.
+kept_gradients  Gradients that were left from the step before.
+layer_graph     Which activation reads each layer, the order of weights, weights that are hidden.
+"""
+
+from hookkit.recorders.flight import FlightRecorder
+from hookkit.recorders.layer_stats import ActivationStats, GradientStats
+from hookkit.recorders.param_stats import ParamStats
+from hookkit.recorders.stats_list import LayerStats, StatsList
+
+__all__ = [
+    "ActivationStats",
+    "FlightRecorder",
+    "GradientStats",
+    "LayerStats",
+    "ParamStats",
+    "StatsList",
+]

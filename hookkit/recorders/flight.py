@@ -1,0 +1,357 @@
+"""`FlightRecorder`: which module made the first NaN or Inf, when, and what came before.
+
+Of each batch it keeps one number per layer, the norm of its output, which is not finite if any
+value is not, and one per parameter, the norm of its gradient. On a CPU, and with `"skip"`, they are
+looked at before the optimizer's step, so that bad gradients never reach the weights. On a GPU that
+would wait, so the batch before is looked at: its answer has arrived by then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from threading import get_ident
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hookkit import ranks
+from hookkit.callbacks.events import CancelStepException
+from hookkit.callbacks.hook_callback import HookCallback
+from hookkit.checks import check_choice, check_number, shown
+from hookkit.devices import sent
+from hookkit.errors import NonFiniteError, OptionError
+from hookkit.hooks.attach import graph_task
+from hookkit.modules import class_name, unwrap
+from hookkit.recorders.graph_op import enlist, new_token, show_traced
+from hookkit.recorders.layer_hooks import see_inputs, see_outputs
+from hookkit.recorders.moments import plain
+from hookkit.recorders.param_norms import grad_norms_by_id
+from hookkit.recorders.parameters import named_parameters
+from hookkit.records import Incident
+
+_MOST = 16  # incidents kept: later ones of a run that fails again and again add nothing
+
+_LOSS, _INPUT = "(loss)", "(input)"
+_SPOILED = "Its own weights are not finite: this step or the one before spoiled them."
+_CURE = 'Look there first; FlightRecorder("skip") skips such steps, "report" only reports them.'
+
+
+class FlightRecorder(HookCallback):
+    """Finds the first NaN or Inf in loss, activations and gradients, and reports what led to it.
+
+    It costs one read of each output and of each gradient, every step: a few per cent of the step of
+    a large model, and more than the step itself of a tiny one (see `benchmarks/TABLE.md`).
+
+    Args:
+        on_nonfinite: `"raise"` a `NonFiniteError`; `"skip"` the optimizer step of that batch; or
+            `"report"` only: it is then in `incidents`.
+        n_batches: how many batches to remember: the norms of outputs and gradients, not the values.
+        modules: which, as for `select`; None takes every module without children.
+
+    Attributes:
+        incidents: what was found, a tuple of `Incident`; of several bad batches in a row the first.
+
+    A subclass's `hook(m, i, o)` is called for each layer, and what it returns is watched.
+
+    Under a GradScaler overflowing gradients are no incident: it skips such steps. `"skip"` needs
+    `backward()` first and a torch optimizer's `step()` after it, or a closure that is evaluated
+    once. It refuses steps within the backward, and closures that are evaluated again.
+    An output counts as not finite from 1.8e19 on, where its square leaves float32. Of several
+    processes each looks for itself; `gather()` of the Watcher or Learner joins what they found.
+
+    Raises:
+        OptionError: an option that cannot work; as a fit begins: `"skip"` in several processes;
+            from a step that `"skip"` cannot skip.
+        NonFiniteError: from the fit, with `"raise"`.
+
+    >>> from hookkit.testing import synth_learner
+    >>> learn = synth_learner(cbs=FlightRecorder("report"), lr=1e30)
+    >>> with learn.no_logging(): learn.fit(1)
+    >>> learn.flight_recorder.incidents[0].kind
+    'activation'
+    """
+
+    order = -30
+
+    def __init__(
+        self, on_nonfinite: str = "raise", *, n_batches: int = 64, modules: Any = None
+    ) -> None:
+        who = "FlightRecorder"
+        check_choice(who, "on_nonfinite", on_nonfinite, ("raise", "skip", "report"))
+        n_batches = check_number(who, "n_batches", n_batches, 2, whole=True, what="in batches")
+        super().__init__(modules, include_paramless=True, on_valid=False)
+        self.on_nonfinite, self.n_batches = on_nonfinite, n_batches
+        self.incidents: tuple[Incident, ...] = ()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._memory: Any = None  # during a fit
+        self._unread: list[Batch] = []  # whose answer has not been read
+        self._on_cpu = True
+        self._noted = self._bad_before = False
+
+    # --- hooks
+
+    def _select(self, model: nn.Module) -> Any:
+        modules = super()._select(model)
+        if self._selectors is not None and not modules:
+            raise OptionError(
+                f"FlightRecorder(modules={shown(self.modules)}): that selects no module, so it "
+                f"would see nothing begin. Use None for all of them, or name some."
+            )
+        return modules
+
+    def _hook_all(self, model: nn.Module) -> None:
+        super()._hook_all(model)
+        if not isinstance(root := unwrap(model), torch.jit.ScriptModule):
+            row = self._memory.row(_INPUT)
+            self.hooks.handles.append(see_inputs(root, self._switch, row))
+
+    def _attach(self, name: str, module: nn.Module, leaf: str) -> RemovableHandle:
+        self._memory.types[name] = class_name(module)
+        row = self._memory.row(name)
+        return see_outputs(module, self._switch, row, leaf, self._function)
+
+    # --- events
+
+    def before_fit(self) -> None:
+        """Hooks the modules; of an earlier fit only the incidents are kept."""
+        if self.learn.fitting:
+            if self.on_nonfinite == "skip" and ranks.is_distributed():
+                raise OptionError(
+                    'FlightRecorder("skip"): one process alone would skip a step that the others '
+                    'make. Use "raise" or "report".'
+                )
+            self._clear()
+            self._on_cpu = all(p.is_cpu for p in self.learn.model.parameters())
+            self._memory = self._switch.target = Memory(self.n_batches)
+        super().before_fit()
+
+    def before_batch(self) -> None:
+        """Begins the next batch in memory."""
+        self._switch.late = self._noted = False
+        super().before_batch()
+        if self.recording:
+            place = self.learn.n_steps, self.learn.epoch, self.learn.train_iter
+            self._memory.batches.append(batch := Batch(*place))
+            self._unread.append(batch)
+
+    def after_pred(self) -> None:
+        """The model has returned: a layer called on its own now counts if it makes the loss."""
+        self._switch.late = True
+
+    def before_step(self) -> None:
+        """Looks at all norms, while bad gradients can still be kept from the weights."""
+        if not self.recording:
+            return
+        if graph_task() != -1:
+            self._refuse_to_skip("is made within the backward, before its gradients are there")
+            return
+        self._note()
+        skips = self.on_nonfinite == "skip"
+        if self._look(wait=skips or self._on_cpu) and skips:
+            raise CancelStepException
+
+    def _refuse_to_skip(self, why: str) -> None:
+        if self.on_nonfinite == "skip":
+            raise OptionError(
+                f'FlightRecorder("skip"): this step {why}. It cannot be skipped. Use "raise" or '
+                f'"report"; or call `backward()` first and the optimizer\'s `step()` after it.'
+            )
+
+    def after_step(self) -> None:
+        """Takes the norms of the gradients that the step used (a closure computes them in it)."""
+        if self.recording and self.learn.stepped and not self._noted:
+            self._note()
+
+    def after_batch(self) -> None:
+        """Looks at what had no step before it."""
+        if not self.recording:
+            return
+        self._record(False)
+        if self.learn.in_closure:
+            self._refuse_to_skip("evaluates its batch more than once in its closure")
+        if not self._noted:
+            self._note(grads=False)
+        self._look(wait=self._on_cpu)
+
+    def after_fit(self) -> None:
+        """Reads the last batch's answer."""
+        super().after_fit()
+        self._look(wait=True)
+
+    def cleanup_fit(self) -> None:
+        """Takes the hooks off."""
+        super().cleanup_fit()
+        self._record(False)
+        self._memory = self._switch.target = None
+        self._unread = []
+
+    # --- looking
+
+    def _note(self, grads: bool = True) -> None:
+        """Takes the norms of the loss and the gradients, and asks whether all are finite."""
+        batch, self._noted = self._memory.batches[-1], True
+        if isinstance(self.learn.loss, Tensor):
+            self._memory.see(self._memory.row(_LOSS), 0, "", self.learn.loss)
+        if grads and self.learn.step_scaler is None:  # a GradScaler skips steps that overflow
+            self._note_part(p for p in self.learn.model.parameters())
+        batch.ask()
+
+    def _note_part(self, owned: Iterable[nn.Parameter]) -> None:
+        """Takes the norms of gradients that an optimizer has used, before they are reset."""
+        if self.recording:
+            norms, grads = grad_norms_by_id(owned), self._memory.batches[-1].grads
+            for name, _, p in named_parameters(self.learn.model):
+                if id(p) in norms:
+                    grads.setdefault(name, norms[id(p)])
+
+    def _look(self, wait: bool) -> bool:
+        """Whether something is not finite: of this batch with `wait`, else of those before."""
+        ready = self._unread if wait else self._unread[:-1]
+        self._unread = self._unread[len(ready) :]
+        bad = False
+        for batch in ready:
+            bad = not batch.finite
+            first, self._bad_before = bad and not self._bad_before, bad
+            if first and len(self.incidents) < _MOST:
+                incident = self._memory.incident(batch, self.learn.model)
+                self.incidents = (*self.incidents, incident)
+                if self.on_nonfinite == "raise":
+                    raise NonFiniteError(f"{incident}\n  {_CURE}")
+        return bad
+
+    def _gather(self) -> None:
+        """Joins the incidents of all ranks, in the order of their steps: each rank has to call."""
+        first = dict[Any, Any]()
+        for incident in (i for own in ranks.gather_object(self.incidents) for i in own):
+            first.setdefault((incident.step, incident.kind, incident.name), incident)
+        self.incidents = tuple(sorted(first.values(), key=lambda i: i.step))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_memory": None, "_unread": []}
+
+    def __repr__(self) -> str:
+        return f"FlightRecorder({self.on_nonfinite!r}, {len(self.incidents)} incidents)"
+
+
+class Batch:
+    """The norms of one batch.
+
+    Attributes:
+        place: step, epoch and iteration.
+        outputs: name of each layer → its norm and number of values, in execution order.
+        grads: name of each parameter → the norm of its gradient.
+    """
+
+    def __init__(self, *place: int) -> None:
+        self.place: Any = place
+        self.outputs: dict[str, tuple[Tensor, int]] = {}
+        self.grads: dict[str, Tensor] = {}
+        self._answer: tuple[Tensor, torch.Event | None] | None = None
+
+    def ask(self) -> None:
+        """Has the device answer whether all norms are finite, and send it."""
+        norms = [norm for norm, _ in self.outputs.values()] + [*self.grads.values()]
+        if norms:
+            together = torch.stack([x.to(norms[0].device, torch.float32) for x in norms])
+            self._answer = sent(together.isfinite().all())
+
+    @property
+    def finite(self) -> bool:
+        """The answer."""
+        if self._answer is None:
+            return True
+        answer, arrived = self._answer
+        if arrived is not None:
+            arrived.synchronize()  # sync: with "skip", or for the batch before this one
+        return bool(answer)
+
+    def rms(self, name: str) -> float:
+        """Of the outputs of a layer; NaN if it did not run."""
+        norm, n = self.outputs.get(name, (math.nan, 1))
+        return float(norm) / math.sqrt(n)  # sync: after an incident
+
+    def grad_norm(self, module: str) -> float:
+        """The norm of the gradients of a module's parameters together."""
+        return math.hypot(*(float(g) for name, g in self.grads.items() if _owner(name) == module))
+
+
+class Memory:
+    """The last batches, and the `see` that hooks and compiled graphs call."""
+
+    def __init__(self, n_batches: int) -> None:
+        self.batches: deque[Batch] = deque(maxlen=n_batches)
+        self.names: list[str] = []  # by row, which is what a compiled graph can hold
+        self.types: dict[str, str] = {}  # of the layers
+        self.thread, self.id, self.token = get_ident(), enlist(self), new_token()
+
+    def row(self, name: str) -> int:
+        """The row of a layer, of the loss or of the input."""
+        if name not in self.names:
+            self.names.append(name)
+        return self.names.index(name)
+
+    def see(self, row: int, leaf: int, path: str, t: Tensor) -> None:
+        """Adds a tensor to the norm of a layer, which may run several times in a batch."""
+        if torch.compiler.is_compiling():
+            show_traced(self, row, leaf, path, t)
+        elif t.is_floating_point() and (values := plain(t)) is not None and values.numel():
+            t = values
+            wide = t.dtype if t.itemsize > 2 else torch.float32
+            norm = torch.linalg.vector_norm(t.to(wide) if t.itemsize < 2 else t, dtype=wide)
+            outputs, name = self.batches[-1].outputs, self.names[row]
+            before, n = outputs.get(name, (None, 0))
+            if before is not None:
+                norm = torch.hypot(before.to(norm), norm)
+            outputs[name] = norm, n + t.numel()
+
+    def incident(self, batch: Batch, model: nn.Module) -> Incident:
+        """Return what was not finite in `batch`."""
+        past = [b for b in self.batches if b.place[2] < batch.place[2]]
+        bad = [name for name in batch.outputs if not math.isfinite(batch.rms(name))]
+        names, history = [name for name in bad if name in self.types], dict[str, Any]()
+        if names:
+            kind, note = "activation", self._why(batch, names[0], _INPUT in bad, model)
+            history = {name: np.array([b.rms(name) for b in past]) for name in self.types}
+        elif _LOSS in bad:
+            kind, note = "loss", "The layers' outputs are finite."
+        else:
+            kind, note = "gradient", "The history is of gradient norms."
+            names = self._owners(batch)
+            history = {name: np.array([b.grad_norm(name) for b in past]) for name in names}
+        name, *others = names or [""]
+        types = {_owner(key): type_ for key, type_, _ in named_parameters(model)}
+        types |= self.types
+        steps = np.array([b.place[0] for b in past], np.int64)
+        at = dict(zip(("step", "epoch", "iter"), batch.place, strict=True))
+        past_of: Any = {"others": tuple(others), "steps": steps, "history": history}
+        return Incident(kind, name, types.get(name, ""), **at, **past_of, note=note)
+
+    def _owners(self, batch: Batch) -> list[str]:
+        """Modules with a bad gradient. The backward begins at the end: the last to run is first."""
+        ran = {name: i for i, name in enumerate(batch.outputs)}
+        owners = {_owner(n) for n, norm in batch.grads.items() if not math.isfinite(float(norm))}
+        return sorted(owners, key=lambda name: (-ran.get(name, -1), name))
+
+    def _why(self, batch: Batch, name: str, bad_input: bool, model: nn.Module) -> str:
+        """What may have made the output of a layer not finite, in a sentence."""
+        if bad_input:
+            return "The model's input was not finite: look at the data."
+        own = [p for n, _, p in named_parameters(model) if _owner(n) == name]
+        if not all(bool(p.isfinite().all()) for p in own):  # sync: after an incident
+            return _SPOILED
+        order = [layer for layer in batch.outputs if layer in self.types]
+        if not (at := order.index(name)):
+            return ""
+        head = "Its weights are finite: if" if own else "If"
+        return f"{head} its input was not, look at what runs between {order[at - 1]} and it."
+
+
+def _owner(parameter: str) -> str:
+    return parameter.rpartition(".")[0]

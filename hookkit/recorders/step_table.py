@@ -1,0 +1,204 @@
+"""`StepTable`: numbers by step in bounded memory, on the host.
+
+A table has columns (recorded steps), rows (layers, parameters) and fields (nine moments, counts of
+bins, sums). Each field is one array, which doubles when it is full. At `LIMIT` it is halved:
+neighbouring columns merge, and each column then has twice as many steps. So the cost of a step does
+not depend on how many came before it, and no column is an object of its own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hookkit.recorders.moments import EMPTY, merge
+
+Place = tuple[int, int, int]
+"""Step, epoch and iteration."""
+
+Numbers = dict[str, Any]
+"""Name of a field → (rows, …) array."""
+
+WAIT = 8
+"""Steps that wait at most: several are read from a device faster than one each."""
+
+LIMIT = 6 * 2**20  # bytes; half of it again while the arrays are made anew
+_PART = 256  # columns that are merged at once
+
+
+class Field(NamedTuple):
+    """How the numbers of a row look, and how those of two steps become one.
+
+    Args:
+        blank: the numbers of a row that has none; merging them changes nothing.
+        merge: takes and returns arrays whose last dimensions are those of `blank`.
+    """
+
+    blank: Any
+    merge: Callable[[Any, Any], Any] = np.add
+
+    def blanks(self, *shape: int) -> Any:
+        """(*shape, …) blank numbers, such as of (rows,) or of (columns, rows)."""
+        array = np.empty((*shape, *self.blank.shape), self.blank.dtype)
+        array[...] = self.blank
+        return array
+
+
+def _merge_moments(a: Any, b: Any) -> Any:
+    with np.errstate(all="ignore"):  # squares may leave float64
+        return np.stack(merge(np.moveaxis(a, -1, 0), np.moveaxis(b, -1, 0)), -1)
+
+
+MOMENTS = Field(np.array(EMPTY), _merge_moments)
+"""The nine numbers of `rows`."""
+
+
+def sums(n: int, kind: type = float) -> Field:
+    """`n` numbers that add up over steps."""
+    return Field(np.zeros(n, kind))
+
+
+class StepTable:
+    """Numbers by step and row in bounded memory: an array for each field.
+
+    Attributes:
+        fields: by name.
+        rows: how many rows the columns have.
+        stride: how many steps a new column will have.
+
+    >>> table = StepTable(loss=sums(1))
+    >>> for step in range(3):
+    ...     table.later((step, 0, step), lambda: {"loss": np.ones((1, 1))})
+    >>> table.settle()
+    >>> table.read("loss").ravel().tolist(), table.places().tolist()[-1]
+    ([1.0, 1.0, 1.0], [2, 0, 2, 1])
+    """
+
+    def __init__(self, **fields: Field) -> None:
+        self.fields = fields
+        self.rows, self.stride = 0, 1
+        self._n = 0  # columns in use
+        self._places = np.zeros((0, 4), np.int64)
+        self._arrays = {name: field.blanks(0, 0) for name, field in fields.items()}
+        self._waiting: list[tuple[Place, Callable[[], Numbers]]] = []
+
+    # --- writing
+
+    def later(self, place: Place, read: Callable[[], Numbers]) -> None:
+        """Adds a step whose numbers may be on their way from a device: `read` returns them."""
+        self._waiting.append((place, read))
+        if len(self._waiting) >= WAIT:
+            self.settle()
+
+    def settle(self) -> None:
+        """Reads all steps that wait, in order."""
+        while self._waiting:
+            place, read = self._waiting.pop(0)
+            self._append(place, read())
+
+    def _append(self, place: Place, numbers: Numbers) -> None:
+        rows = len(next(iter(numbers.values())))
+        if rows > self.rows:
+            self._widen(rows)
+        if self._n == len(self._places) and not self._joins_last():
+            self._make_room()
+        n = self._n
+        if self._joins_last():
+            for name, array in self._arrays.items():
+                last = array[n - 1, :rows]
+                last[:] = self.fields[name].merge(last, numbers[name])
+            self._places[n - 1, 3] += 1
+            return
+        for name, array in self._arrays.items():
+            array[n, :rows], array[n, rows:] = numbers[name], self.fields[name].blank
+        self._places[n] = *place, 1
+        self._n = n + 1
+
+    def _joins_last(self) -> bool:
+        """Whether the last column has fewer steps than the others will have."""
+        return bool(self._n and self._places[self._n - 1, 3] < self.stride)
+
+    def _most(self, rows: int) -> int:
+        """How many columns of so many rows fit into `LIMIT`."""
+        column: int = 32 + rows * sum(f.blank.nbytes for f in self.fields.values())
+        return max(LIMIT // column, 2)
+
+    def _make_room(self) -> None:
+        capacity, most = len(self._places), self._most(self.rows)
+        if capacity < most:
+            self._resize(min(max(2 * capacity, 1), most), self.rows)
+        else:
+            self._halve()
+
+    def _widen(self, rows: int) -> None:
+        while self._n > self._most(rows):
+            self._halve()
+        self._resize(min(len(self._places), self._most(rows)), rows)
+
+    def _resize(self, capacity: int, rows: int) -> None:
+        n, arrays = self._n, {}
+        for name, old in self._arrays.items():
+            new = np.empty((capacity, rows, *old.shape[2:]), old.dtype)
+            new[:n, : self.rows], new[:n, self.rows :] = old[:n], self.fields[name].blank
+            arrays[name] = new
+        places = np.empty((capacity, 4), np.int64)
+        places[:n] = self._places[:n]
+        self.rows, self._arrays, self._places = rows, arrays, places
+
+    def _halve(self) -> None:
+        """Merges each column with its neighbour; of an odd number the last one stays as it is."""
+        half, odd = divmod(self._n, 2)
+        arrays = {}
+        for name, old in self._arrays.items():
+            arrays[name] = new = np.empty_like(old)
+            for i in range(0, half, _PART):  # all at once would need the memory again
+                both = old[2 * i : 2 * min(i + _PART, half)]
+                new[i : i + len(both) // 2] = self.fields[name].merge(both[::2], both[1::2])
+            new[half : half + odd] = old[2 * half : self._n]
+        places = np.empty_like(self._places)
+        places[: half + odd] = self._places[: self._n : 2]
+        places[:half, 3] += self._places[1 : 2 * half : 2, 3]
+        self._n, self.stride = half + odd, 2 * self.stride
+        self._arrays, self._places = arrays, places
+
+    # --- reading
+
+    def __len__(self) -> int:
+        """How many columns there are; each of the steps that wait counts as one."""
+        return self._n + len(self._waiting)
+
+    def places(self, first: int = 0) -> npt.NDArray[np.int64]:
+        """(columns, 4) int64: step, epoch and iteration of a column's first step; its steps."""
+        self.settle()
+        return self._places[first : self._n].copy()
+
+    def since(self, step: int) -> int:
+        """The first column that begins after `step`, or the last one if there is none."""
+        self.settle()
+        return max(min(bisect_right(self._places[: self._n, 0], step), self._n - 1), 0)
+
+    def read(self, name: str, rows: int | None = None, first: int = 0) -> Any:
+        """(columns, rows, …) copy of a field, from column `first` on.
+
+        Args:
+            name: of the field.
+            rows: how many; default: those that there are. More are blank.
+            first: a column.
+        """
+        self.settle()
+        table = self._arrays[name][first : self._n]
+        if rows is None or rows <= self.rows:
+            return table[:, :rows].copy()
+        whole = self.fields[name].blanks(len(table), rows)
+        whole[:, : self.rows] = table
+        return whole
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: all steps are read, and there is no room for more."""
+        self.settle()
+        arrays = {name: array[: self._n].copy() for name, array in self._arrays.items()}
+        return {**vars(self), "_arrays": arrays, "_places": self._places[: self._n].copy()}

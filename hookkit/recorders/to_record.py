@@ -1,0 +1,136 @@
+"""From a `Tally` to a `Record`: of this process, or of all ranks together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hookkit import ranks
+from hookkit.errors import HookError
+from hookkit.recorders.moments import statistics
+from hookkit.recorders.step_table import Numbers, StepTable
+from hookkit.recorders.unit_stats import CLAMPING, WINDOW
+from hookkit.records import Record
+
+if TYPE_CHECKING:
+    from hookkit.recorders.running_stats import Tally
+
+
+def record_of(tally: Tally, since: int = -1) -> Record:
+    """Everything recorded, as plain numbers; the one place where the host waits for the device.
+
+    With `since` only the columns that begin after this step, or the last one if there is none.
+    """
+    record = _record(tally, _own(tally, tally.table.since(since)))
+    if ranks.is_distributed():
+        record.meta["rank"] = ranks.this_rank()
+    return record
+
+
+def gathered(tally: Tally) -> Record:
+    """The same of all ranks together: each of them has to call.
+
+    One exchange of all tables, which are merged in the order of the ranks. Of dead units it is the
+    mean of the ranks' shares.
+
+    Raises:
+        HookError: on every rank, if they recorded different steps or with other options.
+    """
+    first, *others = of_all_ranks(f"{tally.kind}s", _own(tally))
+    for other in others:
+        first = _together(tally.table, first, other)
+    return _record(tally, first)
+
+
+def of_all_ranks(kind: str, own: dict[str, Any]) -> list[dict[str, Any]]:
+    """`own` of all ranks, in their order; a HookError on each if kind, steps or options differ."""
+    every: list[dict[str, Any]] = ranks.gather_object({"kind": kind, **own})
+    for i, other in enumerate(every):
+        for what in ("kind", "steps", "options"):
+            if every[0][what] != other[what]:
+                raise HookError(
+                    f"ranks 0 and {i} recorded {every[0]['kind']} of different {what}: "
+                    f"{_brief(every[0][what])} and {_brief(other[what])}. Give all ranks the same "
+                    f"model, the same recorders and equally many steps; each still reads its own."
+                )
+    return every
+
+
+def _own(tally: Tally, first: int = 0) -> dict[str, Any]:
+    """What a rank sends, or reads: from column `first` on."""
+    options, places = tally.options, tally.table.places(first)
+    edges = None if options.bins is None else options.bins.edges.tolist()
+    return {
+        "types": dict(zip(tally.names, tally.types, strict=True)),
+        "steps": [tuple(place) for place in places.tolist()],
+        "options": [options.eps, "units" if options.units else "no units", *(edges or ["no bins"])],
+        "tables": tally.tables(first),
+        "given": tally.given_rms(),
+        "dtypes": {tally.names[row]: str(dtype) for row, dtype in tally.dtypes.items()},
+    }
+
+
+def _brief(x: Any) -> str:
+    return f"{len(x)} ({x[0]}, …, {x[-1]})" if isinstance(x, list) and x else str(x)
+
+
+def _together(table: StepTable, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    types = {**a["types"], **b["types"]}
+    names = list(types)
+    places = [[names.index(name) for name in each["types"]] for each in (a, b)]
+    pairs = list(zip((a, b), places, strict=True))
+    tables: Numbers = {}
+    for name, field in table.fields.items():
+        both = [field.blanks(len(each["steps"]), len(names)) for each in (a, b)]
+        for whole, (each, at) in zip(both, pairs, strict=True):
+            whole[:, at] = each["tables"][name]
+        tables[name] = field.merge(*both)
+    known = {what: {**b[what], **a[what]} for what in ("dtypes", "given")}
+    return {**a, **known, "types": types, "tables": tables}
+
+
+def _record(tally: Tally, own: dict[str, Any]) -> Record:
+    tables, names, types = own["tables"], tuple(own["types"]), tuple(own["types"].values())
+    values = statistics(np.moveaxis(tables["moments"], 1, 0))
+    if "units" in tables:
+        values |= _of_units(tables["units"], own["types"], tally.consumers)
+    hist = edges = None
+    if tally.options.bins is not None:
+        edges = tally.options.bins.edges
+        hist = np.ascontiguousarray(np.transpose(tables["hist"], (1, 2, 0)))
+    steps, epochs, iters, spans = np.array(own["steps"], np.int64).reshape(-1, 4).T
+    axes: Any = {"steps": steps, "epochs": epochs, "iters": iters, "spans": spans}
+    fields: Any = {"values": values, "hist": hist, "edges": edges, "meta": _meta(tally, own)}
+    return Record(tally.kind, names, types, **axes, **fields)
+
+
+def _of_units(table: Any, types: Mapping[str, str], consumers: Mapping[str, Any]) -> dict[str, Any]:
+    """(rows, n) by statistic, from (n, rows, 4); NaN where nothing was judged."""
+    dead, judged, full, n = np.moveaxis(np.moveaxis(table, 1, 0), -1, 0)
+    clamped = [is_clamped(consumers, *layer) for layer in types.items()]
+    judged = np.where((judged > 0) & np.array(clamped, bool)[:, None], judged, np.nan)
+    return {"dead": dead / judged, "saturated": full / np.where(n > 0, n, np.nan)}
+
+
+def is_clamped(consumers: Mapping[str, Any], name: str, kind: str) -> bool:
+    """Whether 0 is all that comes of a value below 0 in this layer's output."""
+    return kind in CLAMPING or consumers.get(name) in CLAMPING
+
+
+def _meta(tally: Tally, own: dict[str, Any]) -> dict[str, Any]:
+    names = list(own["types"])
+    meta: dict[str, Any] = {"eps": tally.options.eps, "skipped": dict(tally.skipped)}
+    meta["dtype"] = [own["dtypes"].get(name, "") for name in names]
+    meta["unscaled"] = tally.unscaled
+    if tally.consumers:
+        meta["feeds"] = [tally.consumers.get(name) for name in names]
+    meta |= {name: copy(fact) for name, fact in tally.facts.items() if fact}
+    if tally.options.units:
+        meta["window"] = WINDOW
+    if own["given"]:
+        meta["given_rms"] = [own["given"].get(name, math.nan) for name in names]
+    return meta

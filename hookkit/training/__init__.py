@@ -1,0 +1,25 @@
+"""The two training loops: `Learner`, which runs its own, and `watch`, which follows any other.
+
+learner       `Learner`: options, `fit`, predictions, files, reading.
+loop          The loop itself.
+predicting    What `validate`, `get_preds` and `predict` are made of.
+distributing  `distrib_ctx`: accelerate's model, optimizer and loaders in place of the Learner's.
+groups        Parameter groups, learning rates; freezing, one cycle.
+lr_finder     `lr_find`.
+data          `DataLoaders`.
+
+watcher       `watch` and `Watcher`: begin, end, report, read.
+watched_loop  `WatchedLoop`: the loop as callbacks see it; what a step is.
+watch_hooks   `LoopHooks`: sees forwards, losses and optimizer steps, and tells the loop.
+watch_losses  The losses of such a loop: in what a model returns, as reported, by epoch.
+watch_checks  `watch`'s arguments, checked and unwrapped; what a run did not record, and why.
+live          A watched run while it trains.
+
+runner        `CallbackRunner`: owns callbacks, and calls them by event.
+readout       `run_of`: what all callbacks recorded, as one `Run`.
+"""
+
+from hookkit.training.learner import Learner
+from hookkit.training.watcher import Watcher, watch
+
+__all__ = ["Learner", "Watcher", "watch"]

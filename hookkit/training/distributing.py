@@ -1,0 +1,117 @@
+"""Training over several processes, on accelerate's engine: what `Learner.distrib_ctx` does.
+
+Launching is `accelerate launch` or `torchrun`; DDP, FSDP, mixed precision and accumulation are the
+Accelerator's. Here the Learner's model, optimizer and loaders are only replaced by prepared ones.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from hookkit import ranks
+from hookkit.batches import n_batches
+from hookkit.callbacks import Callback
+from hookkit.errors import OptionError, missing_extra, warn
+from hookkit.training.readout import gather
+
+
+class AccelerateCallback(Callback):
+    """Makes an optimizer step only where accelerate wants one; merges the ranks after a fit."""
+
+    order = -8
+    run_valid = False
+    _context: Any = None
+
+    def before_batch(self) -> None:
+        """Opens accelerate's accumulation context."""
+        self._context = self.learn.accelerator.accumulate(self.learn.model)
+        self._context.__enter__()
+        self.learn.steps_now = self.learn.accelerator.sync_gradients
+
+    def after_batch(self) -> None:
+        """Closes it."""
+        context, self._context = self._context, None
+        if context is not None:
+            context.__exit__(None, None, None)
+
+    def after_fit(self) -> None:
+        """Merges what all ranks have recorded, once, where each of them is."""
+        if self.learn.fitting:
+            gather(self.learn)
+
+    cleanup_fit = after_batch
+
+
+@contextmanager
+def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterator[Any]:
+    """`learn` with model, optimizer and loaders prepared by accelerate, until the `with` ends."""
+    try:
+        from accelerate import Accelerator
+    except ImportError:
+        raise missing_extra("accelerate", "distributed", "train over several processes") from None
+    on_cpu = not torch.accelerator.is_available()  # where several processes are one by default
+    engine = accelerator or Accelerator(**{"cpu": on_cpu, **options})
+    learn._needs_data("distrib_ctx")
+    _check(engine, learn.dls.loaders, options)
+    if learn.opt is None:
+        learn.create_opt()
+    plain = {name: getattr(learn, name) for name in ("model", "opt", "logger")}
+    loaders, device = learn.dls.loaders, learn.dls.device
+    try:
+        learn.accelerator, learn.dls.device, learn._plain_loaders = engine, engine.device, loaders
+        learn.model, learn.opt = engine.prepare(learn.model, learn.opt)
+        learn.dls.loaders = [None if dl is None else engine.prepare(dl) for dl in loaders]
+        if not engine.is_main_process:
+            learn.logger = no_log
+        with learn.added_cbs(AccelerateCallback()):
+            yield learn
+    finally:
+        vars(learn).update(plain)
+        learn.accelerator, learn.dls.loaders, learn.dls.device = None, loaders, device
+        if engine.num_processes > 1:
+            # A thread of gloo frees the tensors of the last collective, for which it waits for the
+            # interpreter's lock. If Python ends before, the thread aborts the process (SIGABRT,
+            # seen in torch 2.11 and 2.14). To sleep gives the lock away.
+            time.sleep(0.02)
+
+
+def _check(engine: Any, loaders: list[Any], options: dict[str, Any]) -> None:
+    """An OptionError, or a warning, about what accelerate would do otherwise than expected."""
+    if options.get("fsdp_plugin") is not None and "FSDP" not in str(engine.distributed_type):
+        raise OptionError(
+            "distrib_ctx: accelerate shards over processes on devices only, and would ignore the "
+            "fsdp_plugin here. Leave it out, for DDP; or watch a loop of your own with FSDP2."
+        )
+    n = max(int(os.environ.get("WORLD_SIZE", 1)), ranks.world_size())
+    if n > 1 and engine.num_processes == 1:
+        raise OptionError(
+            f"distrib_ctx: {n} processes were started, and accelerate sees one alone. On CPUs make "
+            f"it with Accelerator(cpu=True), or give no accelerator; the first one that a process "
+            f"makes decides for all of its later ones."
+        )
+    if n > 1 and any(_counts_padding(engine, dl) for dl in loaders[1:]):
+        warn(
+            "distrib_ctx: accelerate adds rows so that all ranks have equally many, and removes "
+            "them by the length of the data set. A validation loader has another length, so they "
+            "may count in losses, metrics and predictions. Give a DataLoader without a sampler "
+            "(of a torch.utils.data.Subset), and a stream without dispatch_batches=False.",
+        )
+
+
+def _counts_padding(engine: Any, dl: Any) -> bool:
+    """Whether accelerate cannot know how many rows of `dl` are the data's."""
+    data = getattr(dl, "dataset", None)
+    if isinstance(data, IterableDataset):
+        return engine.dispatch_batches is False and n_batches(data) is None
+    return data is not None and n_batches(getattr(dl, "sampler", data)) != n_batches(data)
+
+
+def no_log(row: list[Any]) -> None:
+    """Ignores a row; a function at module level, so that a Learner can be pickled."""

@@ -1,0 +1,512 @@
+"""`Learner`: data, model, loss, optimizer and callbacks in one place, and what one does with them.
+
+Optimizers, schedulers, loaders and distribution are torch's and accelerate's own, not wrapped.
+Names, order and defaults are fastai's (2.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from fastcore.basics import PrettyString
+from torch import nn
+from torch.utils.data import DataLoader, default_collate
+
+from hookkit import ranks
+from hookkit.batches import no_batches
+from hookkit.callbacks import DEFAULT_CALLBACKS, SchedulerCallback
+from hookkit.callbacks.events import CancelFitException
+from hookkit.callbacks.loss_log import LossHistory
+from hookkit.callbacks.optimizers import restore_settings, settings_of
+from hookkit.checks import check_callable, check_module, check_number
+from hookkit.errors import ModelRunError, OptionError
+from hookkit.files import atomic_write
+from hookkit.modules import unwrap
+from hookkit.nested import tmap
+from hookkit.records import Tables, Views
+from hookkit.training.data import as_loaders
+from hookkit.training.distributing import distributed, no_log
+from hookkit.training.groups import (
+    check_same_kind,
+    freeze_groups,
+    make_optimizer,
+    one_cycle,
+    set_hyper,
+    spread,
+    trainable_params,
+)
+from hookkit.training.loop import Loop
+from hookkit.training.lr_finder import SuggestedLRs, find_lr
+from hookkit.training.predicting import Keep, eval_pass, in_order, joined
+from hookkit.training.readout import Readable
+from hookkit.training.runner import instances, listed, no_attribute
+
+if TYPE_CHECKING:
+    from hookkit.summaries.fastai_layout import SummaryText
+
+
+_LOOP = """
+before_fit
+  before_epoch
+    before_train
+      before_batch after_pred after_loss
+        before_backward after_cancel_backward after_backward
+        before_step after_cancel_step after_step
+      after_cancel_batch after_batch
+    after_cancel_train after_train
+    before_validate after_cancel_validate after_validate
+  after_cancel_epoch after_epoch
+after_cancel_fit after_fit
+"""
+
+
+class Learner(Loop, Readable, Tables, Views):
+    """Trains a model, and calls callbacks at each event.
+
+    Args:
+        dls: `DataLoaders`, a pair of loaders `(train, valid)`, or one; None for a Learner that only
+            summarises, or validates and predicts on batches given to it.
+        model: any `nn.Module`. A tuple or list batch is called as `model(*inputs)`, a mapping as
+            `model(**batch)`.
+        loss_func: `loss_func(pred, *targets)`; None takes the `loss` in what the model returns.
+        opt_func: `opt_func(groups, lr=lr)` gives a torch optimizer.
+        lr: of fits without one of their own: a number, one per group, or `slice(lowest, highest)`.
+        splitter: `splitter(model)` gives the parameters, or a list of them for each group, or
+            torch's dicts: a group's own `weight_decay` holds in each fit.
+        cbs: callbacks, instances or classes; read by name, as in `learn.activation_stats`.
+        metrics: functions `f(pred, *targets)` averaged over samples, or objects with `reset`,
+            `update` and `compute` (torchmetrics).
+        path: folder of `model_dir`; None for the current one.
+        model_dir: where `save` writes.
+        wd: weight decay; None for the optimizer's own.
+        train_bn: whether batch norms in frozen groups still learn.
+        default_cbs: whether to begin with TrainEvalCallback and Recorder; one of these in `cbs`
+            replaces the default.
+
+    Attributes:
+        epoch, n_epoch, iter, n_iter: how far the run is (`n_iter` None: unknown).
+        train_iter, pct_train: training batches done in this fit, and their share of it.
+        n_steps, stepped: optimizer steps really made, over all fits; whether this batch made one.
+        steps_now: whether the current batch is to be followed by a step.
+        xb, yb, x, y: the batch as tuples, and the only item of each if there is one.
+        pred, loss, loss_grad: None until the batch gets there; `loss_grad` is what is
+            differentiated, `loss` a copy that callbacks may keep.
+        final_record: losses and metrics of the last epoch or validation.
+        logger: takes a row per epoch, `recorder.log`; `print` by default.
+
+    Raises:
+        ArgumentError: an argument is of a kind that cannot work.
+
+    >>> from hookkit.testing import RegModel, synth_dbunch
+    >>> learn = Learner(synth_dbunch(), RegModel(), nn.MSELoss(), torch.optim.SGD, lr=0.01)
+    >>> with learn.no_logging(): learn.fit(3)
+    >>> len(learn.recorder.values), learn.n_steps
+    (3, 30)
+    """
+
+    logger: Any = print
+    _plain_loaders: list[Any]  # in `distrib_ctx`: those of the Learner itself
+
+    def __init__(
+        self,
+        dls: Any,
+        model: nn.Module,
+        loss_func: Callable[..., Any] | None = None,
+        opt_func: Callable[..., Any] = torch.optim.Adam,
+        lr: Any = 1e-3,
+        splitter: Callable[[nn.Module], Any] = trainable_params,
+        cbs: Any = None,
+        metrics: Any = None,
+        path: str | Path | None = None,
+        model_dir: str | Path = "models",
+        wd: float | None = None,
+        *,
+        train_bn: bool = True,
+        default_cbs: bool = True,
+    ) -> None:
+        dls = as_loaders(dls)
+        check_module("Learner", model, "The order is Learner(dls, model, loss_func).")
+        for what, f in (("loss_func", loss_func), ("opt_func", opt_func), ("splitter", splitter)):
+            check_callable("Learner", what, f)
+        if loss_func is None and dls is not None:
+            loss_func = getattr(dls.train_ds, "loss_func", None)
+        super().__init__(dls, model, loss_func)
+        self.opt_func, self.splitter, self.lr, self.wd = opt_func, splitter, lr, wd
+        self.train_bn, self.metrics, self.frozen_idx = train_bn, metrics, 0
+        self._own_wd: dict[int, float] = {}  # of groups for which the splitter gives it
+        self.path, self.model_dir = Path(path or ""), Path(model_dir)
+        own = instances(cbs)
+        for default in DEFAULT_CALLBACKS if default_cbs else ():
+            if not any(isinstance(cb, default) for cb in own):
+                self.add_cbs(default)
+        self.add_cbs(own)
+        self("after_create")
+
+    # --- learning
+
+    def fit(
+        self,
+        n_epoch: int,
+        lr: Any = None,
+        wd: float | None = None,
+        cbs: Any = None,
+        reset_opt: bool = False,
+        start_epoch: int = 0,
+    ) -> None:
+        """Trains for `n_epoch` epochs, validating after each if there is validation data.
+
+        However it ends, also by an exception or Ctrl-C, every callback's `cleanup_fit()` runs.
+
+        Args:
+            n_epoch: the number of epochs in all.
+            lr, wd: learning rate and weight decay; None takes the Learner's.
+            cbs: further callbacks for this fit; they stay readable by name afterwards.
+            reset_opt: whether to begin with a new optimizer.
+            start_epoch: the first epoch's number: to go on after `learn.load(…)`.
+
+        Raises:
+            ModelRunError: there is no training data, or no loss.
+        """
+        check_number("fit", "n_epoch", n_epoch, start_epoch, whole=True, what="all epochs")
+        self._needs_data("fit")
+        if reset_opt or self.opt is None:
+            self.create_opt()
+        n = len(self.opt.param_groups)
+        set_hyper(self.opt, "lr", spread(self.lr if lr is None else lr, n))
+        if (wd := self.wd if wd is None else wd) is not None:
+            set_hyper(self.opt, "weight_decay", [self._own_wd.get(i, wd) for i in range(n)])
+
+        with self.added_cbs(cbs), self._fit_under_way():
+            self.opt.zero_grad()  # of a fit that was interrupted
+            self.n_epoch, self.epoch = n_epoch, start_epoch
+            self._with_events(self._do_fit, "fit", CancelFitException)
+
+    def fit_one_cycle(
+        self,
+        n_epoch: int,
+        lr_max: Any = None,
+        div: float = 25.0,
+        div_final: float = 1e5,
+        pct_start: float = 0.25,
+        wd: float | None = None,
+        moms: tuple[float, float] = (0.85, 0.95),
+        cbs: Any = None,
+        reset_opt: bool = False,
+        start_epoch: int = 0,
+    ) -> None:
+        """`fit` with torch's OneCycleLR: warm up to `lr_max`, anneal to almost nothing.
+
+        Args:
+            n_epoch: the number of epochs in all.
+            lr_max: the highest learning rate, as the Learner's `lr`; None takes that.
+            div, div_final: the first rate is `lr_max / div`, the last one `lr_max / div_final`.
+            pct_start: the share of the steps that warm up.
+            moms: lowest and highest momentum (Adam: first beta), cycled against the learning rate.
+            wd, cbs, reset_opt, start_epoch: as in `fit`.
+        """
+        lr = self.lr if lr_max is None else lr_max
+        schedule = SchedulerCallback(one_cycle(lr, div, div_final, pct_start, moms))
+        cbs = [schedule, *listed(cbs)]
+        self.fit(n_epoch, lr, wd, cbs, reset_opt, start_epoch)
+
+    def lr_find(
+        self,
+        start_lr: float = 1e-7,
+        end_lr: float = 10,
+        num_it: int = 100,
+        stop_div: bool = True,
+        show_plot: bool = True,
+    ) -> SuggestedLRs:
+        """Suggest learning rates to train with, by a short training with a growing one.
+
+        Model (see `untouched`), optimizer, random states, counts and records are as before. What
+        records, saves or schedules does not run; other callbacks do.
+
+        Args:
+            start_lr, end_lr: the first and the last learning rate, of all parameter groups.
+            num_it: how many batches are trained on, of as many epochs as it takes.
+            stop_div: whether to stop when the smoothed loss is over four times its least.
+            show_plot: whether to draw the picture, where matplotlib is installed.
+
+        Returns:
+            fastai's suggestions: `.valley` is the usual one; `.steep`, `.minimum`, `.slide`.
+            `.plot()` draws what they are read from.
+
+        Raises:
+            OptionError: it was called inside `distrib_ctx`.
+            ModelRunError: the loss grew too large at once.
+        """
+        rates = find_lr(self, start_lr, end_lr, num_it, stop_div)
+        if show_plot and find_spec("matplotlib") is not None:
+            rates.plot()
+        return rates
+
+    def create_opt(self) -> None:
+        """Makes a new optimizer: `opt_func(groups, lr=lr)` of the splitter's groups."""
+        split = list(self.splitter(self.model))
+        self.opt = make_optimizer(self.opt_func, split, self.lr)
+        own = {i: group for i, group in enumerate(split) if isinstance(group, dict)}
+        self._own_wd = {i: g["weight_decay"] for i, g in own.items() if "weight_decay" in g}
+        self.frozen_idx = 0
+
+    def freeze_to(self, n: int) -> None:
+        """Trains only the parameter groups from `n` on; negative ones count from the end."""
+        if self.accelerator is not None:  # DDP averages the gradients of those it has begun with
+            raise OptionError("freeze_to: call it before `with learn.distrib_ctx()`, not inside.")
+        if self.opt is None:
+            self.create_opt()
+        self.frozen_idx = freeze_groups(self.opt, self.model, n, self.train_bn)
+
+    def freeze(self) -> None:
+        """Trains only the last parameter group."""
+        self.freeze_to(-1)
+
+    def unfreeze(self) -> None:
+        """Trains every parameter group."""
+        self.freeze_to(0)
+
+    # --- without learning
+
+    def validate(self, ds_idx: int = 1, dl: Any = None, cbs: Any = None) -> list[Any]:
+        """Return the mean loss and the metrics on validation data: `[valid_loss, *metrics]`.
+
+        Records, the modules' modes and the state of a surrounding fit do not change.
+
+        Args:
+            ds_idx: which loader of `dls`. A torch DataLoader that shuffles, or drops its last
+                batch, is read in order and whole.
+            dl: batches to use instead: a loader or a list.
+            cbs: further callbacks.
+
+        Raises:
+            ModelRunError: there is no data.
+        """
+        dl = self._loader(ds_idx, dl, "validate")
+        with eval_pass(self, cbs):
+            self._do_epoch_validate(dl)
+            record: list[Any] = list(self.final_record or [])
+        self.final_record = record
+        return record
+
+    def get_preds(
+        self,
+        ds_idx: int = 1,
+        dl: Any = None,
+        *,
+        with_input: bool = False,
+        with_loss: bool = False,
+        cbs: Any = None,
+    ) -> tuple[Any, ...]:
+        """Return `([inputs,] preds, targets [, losses])` of all batches, on the CPU.
+
+        Structures (tuples, dicts, model outputs) are joined leaf by leaf and keep their type; a
+        list of strings, or of dicts, has an item for each sample. In `distrib_ctx` every rank gets
+        all tensors, in the order of the data, and each has to call; other items are its own.
+
+        Args:
+            ds_idx, dl, cbs: as in `validate`.
+            with_input: whether to return the inputs too.
+            with_loss: whether to return the loss of each sample too, (n,), if the loss function
+                has a `reduction`; else of each batch.
+
+        Raises:
+            ModelRunError: there is no data, or no batch.
+        """
+        dl, keep = self._loader(ds_idx, dl, "get_preds"), Keep(with_input, with_loss)
+        with eval_pass(self, [keep, *listed(cbs)]):
+            self._do_epoch_validate(dl)
+        self._past = [cb for cb in self._past if cb is not keep]  # or its tensors would live on
+        if not keep.batches:
+            raise ModelRunError(no_batches("get_preds: the loader"))
+        try:
+            return tuple(joined(list(part)) for part in zip(*keep.batches, strict=True))
+        except (RuntimeError, ValueError, IndexError, KeyError) as error:
+            error.add_note(
+                "get_preds joins batches of one kind. Keep others by a callback: "
+                "learn.validate(cbs=Callback(after_pred=lambda cb: kept.append(cb.pred)))."
+            )
+            raise
+
+    def predict(self, item: Any) -> Any:
+        """Return the model's output for one sample, on the CPU and without a batch dimension.
+
+        Args:
+            item: what the data set has: inputs with targets, or an input alone. It becomes a batch
+                of one by the validation loader's `collate_fn`, or else the training loader's.
+
+        >>> from hookkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> x, y = learn.dls.valid_ds[0]
+        >>> learn.predict((x, y)).equal(learn.predict(x)), learn.predict(x).shape == x.shape
+        (True, True)
+        """
+        train, *others = self.dls or (None,)
+        loaders = [*others, train]  # that of training may augment
+        loader: Any = next((dl for dl in loaders if hasattr(dl, "collate_fn")), None)
+        plain = loader is None or loader.batch_size is None  # its data set has batches
+        batch = (default_collate if plain else loader.collate_fn)([item])
+        preds, _ = self.get_preds(dl=[batch])
+        return tmap(lambda t: t[0], preds)
+
+    def _needs_data(self, who: str) -> None:
+        if self.dls is None:
+            raise ModelRunError(
+                f"{who}: this Learner has no data. Make it with DataLoaders(train, valid), set "
+                f"`learn.dls`, or give batches: `learn.get_preds(dl=[…])`."
+            )
+        self.dls = as_loaders(self.dls)  # a user may have set it to anything that the Learner takes
+
+    def _loader(self, ds_idx: int, dl: Any, who: str) -> Any:
+        """Return the batches of a pass: in order and whole, and in `distrib_ctx` this rank's."""
+        if dl is None:
+            self._needs_data(who)
+            own = self.dls if self.accelerator is None else self._plain_loaders
+            dl, plain = in_order(own[ds_idx]), own[ds_idx]
+            if dl is plain:
+                return self.dls[ds_idx]
+        prepared = not isinstance(dl, DataLoader) or hasattr(dl, "end_of_dataloader")
+        if self.accelerator is None or prepared:
+            return dl
+        return self.accelerator.prepare_data_loader(dl)
+
+    # --- files
+
+    def save(self, file: str | Path, with_opt: bool = True) -> Path:
+        """Write the weights to `path/model_dir/file.pth`, whole or not at all; return that path.
+
+        In `distrib_ctx`, and if the model is sharded, every rank has to call, and rank 0 writes.
+
+        Args:
+            file: its name, or a path.
+            with_opt: whether the optimizer's state is written too.
+
+        Raises:
+            OptionError: the optimizer's state is sharded.
+            OSError: the file cannot be written.
+        """
+        where, model = self._file(file), unwrap(self.model)
+        sharded, with_opt = ranks.is_sharded(model), with_opt and self.opt is not None
+        if sharded and with_opt:
+            raise OptionError(
+                "save: the model is sharded, and so is the optimizer's state. Use "
+                "learn.save(…, with_opt=False), or torch.distributed.checkpoint for both."
+            )
+        state = {"model": ranks.whole_state(model) if sharded else model.state_dict()}
+        if with_opt:
+            state["opt"] = self.opt.state_dict()
+        if ranks.rank() == 0:
+            with atomic_write(where) as f:
+                torch.save(state, f)
+        if self.accelerator is not None:
+            self.accelerator.wait_for_everyone()
+        return where
+
+    def load(self, file: str | Path, with_opt: bool = True, strict: bool = True) -> Learner:
+        """Read weights, and the optimizer's state, from what `save` wrote, or a state dict.
+
+        The optimizer keeps its own settings (rates, momentum): those of the file may be of the
+        middle of a schedule. To go on with an interrupted training: `fit(…, start_epoch=…)`.
+
+        Raises an OptionError if there is no such file, or, before anything is loaded, if it has the
+        state of another kind of optimizer; torch's own error if it is of another model.
+        """
+        where, model = self._file(file, there=True), unwrap(self.model)
+        if not where.exists():
+            others = ", ".join(sorted(p.stem for p in where.parent.glob("*.pth"))) or "no .pth file"
+            raise OptionError(f"load: {where} does not exist. The folder has {others}.")
+        state = torch.load(where, map_location="cpu", weights_only=True)
+        weights, opt_state = state.get("model", state), state.get("opt") if with_opt else None
+        if opt_state is not None:
+            if self.opt is None:
+                self.create_opt()
+            check_same_kind(self.opt, opt_state)
+        if ranks.is_sharded(model):
+            ranks.load_whole_state(model, weights, strict)
+        else:
+            model.load_state_dict(weights, strict=strict)
+        if opt_state is not None:
+            own = settings_of(self.opt)
+            self.opt.load_state_dict(opt_state)
+            restore_settings(self.opt, own)
+        return self
+
+    def _file(self, file: str | Path, there: bool = False) -> Path:
+        name = Path(file) if Path(file).suffix == ".pth" else Path(f"{file}.pth")
+        inside = self.path / self.model_dir / name
+        # what `save` returned has the folder already
+        return name if there and name.exists() and not inside.exists() else inside
+
+    # --- processes
+
+    def distrib_ctx(self, accelerator: Any = None, **options: Any) -> Any:
+        """The Learner over all processes that `accelerate launch` or `torchrun` started.
+
+        Inside the `with`, model, optimizer and loaders are accelerate's: DDP, FSDP2 on devices,
+        mixed precision, gradient accumulation, as `accelerate.Accelerator(**options)` says.
+        Afterwards they are the plain ones again; a model that FSDP2 has sharded stays sharded. A
+        single process works too. Without a GPU it takes the CPUs. Validation, `get_preds` and
+        records are over all ranks: each of them has to call.
+
+        Raises:
+            MissingExtraError: accelerate is not installed.
+            OptionError: `accelerator` sees one process, and several were started.
+        """
+        return distributed(self, accelerator, options)
+
+    # --- reading
+
+    def summary(self) -> SummaryText:
+        """The model as a table: shapes, parameters, optimizer, loss, callbacks. Changes nothing."""
+        from hookkit.summaries import learner_summary
+
+        return learner_summary(self)
+
+    def _loss_history(self) -> LossHistory | None:
+        return getattr(self._cb_named("recorder"), "_losses", None)
+
+    def _epochs(self) -> list[dict[str, Any]]:
+        recorder = self._cb_named("recorder")
+        return [] if recorder is None else recorder._epochs(self.n_steps)
+
+    @property
+    def smooth_loss(self) -> float | None:
+        """The Recorder's smoothed training loss; reading it is a read from the device."""
+        return getattr(self._cb_named("recorder"), "smooth_loss", None)
+
+    def show_training_loop(self) -> PrettyString:
+        """The loop as text: every event in its place, with the callbacks that have it."""
+        lines = []
+        for line in _LOOP.strip("\n").split("\n"):
+            heard = [f"{e}: {list(cbs)}" for e in line.split() if (cbs := self.ordered_cbs(e))]
+            lines += [" " * (len(line) - len(line.lstrip())) + one for one in heard]
+        return PrettyString("\n".join(lines))
+
+    @contextmanager
+    def no_logging(self) -> Iterator[Self]:
+        """The Learner without printing its log, until the end of the `with`."""
+        before, self.logger = self.logger, no_log
+        try:
+            yield self
+        finally:
+            self.logger = before
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self), name):  # a property that raised AttributeError: its own error
+            return object.__getattribute__(self, name)
+        if name[0] != "_" and "cbs" in vars(self):
+            if (cb := self._cb_named(name)) is not None:
+                return cb
+            with suppress(AttributeError):
+                return getattr(self.model, name)
+        raise no_attribute(self, name, "Neither the Learner, its callbacks nor its model")
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *(self._named() if "cbs" in vars(self) else ())]
+
+    def __repr__(self) -> str:
+        return f"Learner({type(self.model).__name__}, {self.dls!r}, cbs={list(self.cbs)})"

@@ -1,0 +1,120 @@
+"""`ShowHealth`: findings while a run trains, each once; in a notebook one picture, redrawn."""
+
+from __future__ import annotations
+
+import sys
+import time
+from operator import methodcaller
+from typing import Any
+
+from hookkit import ranks
+from hookkit.callbacks.callback import Callback
+from hookkit.checks import check_number
+from hookkit.diagnosis import Finding, diagnose
+from hookkit.errors import warn
+from hookkit.markup import Output, in_notebook
+from hookkit.pages import picture
+from hookkit.training.readout import run_of
+
+
+class ShowHealth(Callback):
+    """Prints what is wrong with a run while it trains, each finding once.
+
+    Warnings and errors are printed to stderr, notes are not. If there were none, the verdict is, at
+    the end. In a notebook one output shows the picture of the run (`plot_run`) and all findings; it
+    is redrawn.
+
+    It shows what the recorders among the callbacks have, and adds none: without ActivationStats or
+    ParamStats the losses are all that is judged. `watch(…, show=True)` adds recorders. Of several
+    processes the first one shows what it has recorded itself.
+
+    A look waits for the device. It takes place between two steps, and only if all looks so far have
+    taken less than 2 % of the time; in a notebook, where pictures are drawn, not before the 15th
+    second. The one at the end always takes place. If a look fails, a warning says why, nothing more
+    is shown, and the training goes on. What is recorded does not depend on it.
+
+    Args:
+        every_s: seconds between two looks, at least.
+
+    Raises:
+        OptionError: `every_s` is not above 0.
+
+    Attributes:
+        findings: rule → the finding that was printed.
+
+    >>> from hookkit.recorders import ActivationStats, ParamStats
+    >>> from hookkit.testing import synth_learner
+    >>> learn = synth_learner(cbs=[ActivationStats, ParamStats])
+    >>> with learn.no_logging(): learn.fit(2, cbs=ShowHealth(every_s=2.0))
+    >>> learn.show_health
+    ShowHealth(every_s=2, no findings)
+    """
+
+    order = -40  # before recorders begin to record the batch
+    run_valid = False
+    _only_train_loop = True
+    _output: Output | None = None
+    _next = float("inf")  # when the next look is due, by the clock
+    _n_steps = 0  # as the last batch began
+
+    def __init__(self, every_s: float = 5.0) -> None:
+        what = "how many seconds there are between two looks, at least"
+        self.every_s = check_number("ShowHealth", "every_s", every_s, above=0, what=what)
+        self.findings: dict[str, Finding] = {}
+
+    def before_fit(self) -> None:
+        """Begins to look, on the first rank."""
+        if ranks.rank() == 0:
+            self._output = Output() if in_notebook() else None
+            self._next = time.perf_counter() + max(self.every_s, 15.0 if self._output else 0.0)
+
+    def before_batch(self) -> None:
+        """Looks if it is time, and if a step was made since the last batch."""
+        n, self._n_steps = self._n_steps, self.learn.n_steps
+        if n < self._n_steps and time.perf_counter() >= self._next:
+            self._look()
+
+    def after_fit(self) -> None:
+        """Looks once more, and says the verdict if nothing was found."""
+        if self._next < float("inf"):
+            self._look(last=True)
+
+    def cleanup_fit(self) -> None:
+        """What was shown last stays."""
+        self._next = float("inf")
+
+    def _look(self, last: bool = False) -> None:
+        began = time.perf_counter()
+        try:
+            self._show(run_of(self.learn), last)  # sync: by the clock, not by batch
+        except Exception as error:
+            self._next = float("inf")
+            text = f"ShowHealth shows nothing more: {error!r}. diagnose() reads what is recorded."
+            warn(text)
+            return
+        now = time.perf_counter()
+        self._next = now + max(self.every_s, 50 * (now - began))  # so looks take 2 % of the time
+
+    def _show(self, run: Any, last: bool) -> None:
+        found = diagnose(run)
+        alarms = {f.rule: f for f in reversed(found) if f.severity != "note"}
+        new = [f for rule, f in alarms.items() if rule not in self.findings]
+        self.findings |= {f.rule: f for f in new}
+        if self._output is not None:
+            image = picture(methodcaller("plot_run", run, findings=found), "The run so far")
+            self._output.show(image + found._repr_html_(), str(found))
+            return
+        for text in [str(f) for f in new[::-1]] + [found.headline] * (last and not self.findings):
+            _print(f"step {self.learn.n_steps:,}: {text}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_output": None}
+
+    def __repr__(self) -> str:
+        return f"ShowHealth(every_s={self.every_s:g}, {', '.join(self.findings) or 'no findings'})"
+
+
+def _print(text: str) -> None:
+    """Prints to stderr, above the bars of tqdm if it is in use."""
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    (tqdm.write if tqdm else print)(text, file=sys.stderr)

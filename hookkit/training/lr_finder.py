@@ -1,0 +1,169 @@
+"""`Learner.lr_find`: a short training with a growing learning rate, of which nothing stays.
+
+Source: Smith 2017, "Cyclical Learning Rates", and fastai's `lr_find` and `valley` (2.8).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hookkit.batches import generators_kept
+from hookkit.callbacks import Callback, ProgressCallback, Recorder
+from hookkit.callbacks.events import CancelFitException, CancelValidException
+from hookkit.callbacks.hook_callback import HookCallback
+from hookkit.errors import ModelRunError, OptionError
+from hookkit.modelinfo.untouched import untouched
+from hookkit.records import Floats
+from hookkit.training.groups import set_hyper
+from hookkit.training.readout import is_recorder
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class SuggestedLRs:
+    """What `lr_find` found: fastai's four suggestions, and what they are read from.
+
+    Args:
+        valley: in the middle of the longest descent of the loss; the usual choice.
+        steep: where the loss falls fastest.
+        minimum: a tenth of the rate at which the loss is least.
+        slide: before the loss begins to change fast, seen from the end.
+        lrs, losses: (n,) float64, the learning rate and the smoothed loss of each batch.
+    """
+
+    valley: float
+    steep: float
+    minimum: float
+    slide: float
+    lrs: Floats = field(repr=False)
+    losses: Floats = field(repr=False)
+
+    def plot(self, *, ax: Any = None) -> Axes:
+        """Draws the loss against the learning rate, and the suggestions; the Axes."""
+        from hookkit.plotting.rates import plot_lr_find
+
+        names = ("valley", "steep", "minimum", "slide")
+        suggested = {name: getattr(self, name) for name in names}
+        return plot_lr_find(self.lrs, self.losses, suggested, ax=ax)
+
+
+class LRFinder(Callback):
+    """Multiplies the learning rate by the same factor after each batch, and ends the training."""
+
+    order = 60
+    run_valid = False
+
+    def __init__(self, start_lr: float, end_lr: float, num_it: int, stop_div: bool) -> None:
+        self.start, self.factor = start_lr, (end_lr / start_lr) ** (1 / num_it)
+        self.num_it, self.stop_div, self.n_batches, self.least = num_it, stop_div, 0, math.inf
+
+    def before_batch(self) -> None:
+        """Sets the learning rate of all groups."""
+        lr = self.start * self.factor**self.n_batches
+        set_hyper(self.learn.opt, "lr", [lr] * len(self.learn.opt.param_groups))
+
+    def after_batch(self) -> None:
+        """Ends the training, if the loss is out of hand or no batch is left to try."""
+        self.n_batches += 1
+        if (loss := self.learn.smooth_loss) is not None:  # sync: one for each batch
+            self.least = min(self.least, loss)
+            if not math.isfinite(loss) or (self.stop_div and loss > 4 * self.least):
+                raise CancelFitException
+        if self.n_batches >= self.num_it:
+            raise CancelFitException
+
+    def before_validate(self) -> None:
+        """There is no validation."""
+        raise CancelValidException
+
+
+def find_lr(learn: Any, *args: Any) -> SuggestedLRs:
+    """What `Learner.lr_find` does, without its picture."""
+    learn._check_idle("lr_find was called")
+    if learn.accelerator is not None:  # each rank would stop at another batch
+        raise OptionError("lr_find: call it before `with learn.distrib_ctx()`, not inside.")
+    num_it = args[2]
+    with _as_before(learn) as recorder:
+        learn.fit(num_it, cbs=[recorder, LRFinder(*args)])  # an epoch has one batch at least
+    lrs, losses = np.array(recorder.lrs), np.array(recorder.losses)
+    known, usual = np.isfinite(losses), slice(num_it // 10, -5)
+    middle, there = losses[usual][known[usual]], lrs[usual][known[usual]]
+    if len(middle) < 2:
+        raise ModelRunError(
+            f"lr_find: the loss grew too large after {known.sum()} of {num_it} batches, so there "
+            f"is nothing to suggest. Give a smaller start_lr or end_lr, or a larger num_it; if the "
+            f"losses of batches differ much, stop_div=False."
+        )
+    found = {f.__name__: f(there, middle) for f in (valley, steep, minimum, slide)}
+    return SuggestedLRs(**found, lrs=lrs[known], losses=losses[known])
+
+
+@contextmanager
+def _as_before(learn: Any) -> Iterator[Recorder]:
+    """Put back at the end all that a fit changes; give the one Recorder that may run."""
+    before = dict(vars(learn))
+    parts = [x for x in (learn.opt, learn.loss_func) if hasattr(x, "state_dict")]
+    states = [(part, copy.deepcopy(part.state_dict())) for part in parts]
+    quiet = [cb for cb in learn.cbs if _observes(cb)]
+    learn.sensors = type(learn.sensors)()
+    try:
+        with (
+            generators_kept(*learn.dls or ()),
+            untouched(learn.model, params=True, observers=True),
+            learn.removed_cbs(quiet),
+            learn.no_logging(),
+        ):
+            yield Recorder()
+    finally:
+        vars(learn).clear()
+        vars(learn).update(before)
+        for part, state in states:
+            part.load_state_dict(state)
+
+
+def _observes(cb: Callback) -> bool:
+    """Whether `cb` records, saves, schedules or shows, so that it does not run."""
+    observers = (HookCallback, Recorder, ProgressCallback)
+    return cb._only_train_loop or isinstance(cb, observers) or is_recorder(type(cb))
+
+
+# --- suggestions, of learning rates and losses, as fastai 2.8 makes them
+
+
+def valley(lrs: Floats, losses: Floats) -> float:
+    """Return the rate half-way through the longest falling subsequence of losses."""
+    lengths = np.ones(len(losses), np.int64)
+    for i in range(1, len(losses)):
+        lengths[i] += lengths[:i][losses[:i] > losses[i]].max(initial=0)
+    end = int(lengths.argmax())
+    start = end - int(lengths[end]) if lengths[end] > 1 else end
+    third = (end - start) / 3
+    return float(lrs[max(start + int(third) + int(third / 2), 0)])
+
+
+def steep(lrs: Floats, losses: Floats) -> float:
+    """Return the rate at which the loss falls fastest, by the logarithm of the rate."""
+    return float(lrs[np.argmin(np.diff(losses) / np.diff(np.log(lrs)))])
+
+
+def minimum(lrs: Floats, losses: Floats) -> float:
+    """Return a tenth of the rate at which the loss is least."""
+    return float(lrs[np.argmin(losses)] / 10)
+
+
+def slide(lrs: Floats, losses: Floats, width: int = 15, least: float = 0.005) -> float:
+    """Return where the slope stops to differ from that `width` batches later, from the end."""
+    slopes, left = np.gradient(losses), len(losses) - 1 - width
+    found = max(left, 0)
+    while left >= 0 and abs(slopes[left + width] - slopes[left]) > least:
+        found, left = left, left - 1
+    return float(lrs[found])

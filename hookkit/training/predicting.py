@@ -1,0 +1,163 @@
+"""Passes without training: what `Learner.validate`, `get_preds` and `predict` are made of."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
+
+from hookkit.batches import has_samples
+from hookkit.callbacks import Callback, ProgressCallback, Recorder
+from hookkit.callbacks.metrics import gathered
+from hookkit.nested import PLAIN, is_container, leaves, parts_of, rebuilt, tmap
+from hookkit.training.loop import BATCH
+
+_STATE = (*BATCH, "iter", "n_iter", "train_iter", "pct_train", "training", "stepped", "steps_now")
+_STATE += ("autocast", "scaler", "eval_pass", "final_record", "_device", "_by_keyword")
+"""What a pass sets that a fit around it, or a later one, goes on with."""
+
+
+@contextmanager
+def eval_pass(learn: Any, cbs: Any) -> Iterator[None]:
+    """Prepare for a pass without training; at the end state, modes and records are as before.
+
+    A pass that is not within a fit has the events of a fit and of an epoch around it, as in fastai.
+    """
+    with ExitStack() as undo:
+        undo.enter_context(_attributes_kept(learn, _STATE))
+        for module in learn.model.modules():
+            undo.callback(setattr, module, "training", module.training)
+        paused = learn._pause_recorders()
+        for cb in paused:
+            undo.callback(cb._record, True)
+        # it is no part of a batch that surrounds it, and an epoch has a bar already
+        bars = [cb for cb in learn.cbs if learn.fitting and isinstance(cb, ProgressCallback)]
+        for cb in [*paused, *bars]:
+            undo.callback(setattr, cb, "run", cb.run)
+            cb.run = False
+        for cb in learn.cbs:
+            if isinstance(cb, Recorder):
+                undo.enter_context(_attributes_kept(cb, ("_metrics", "_n_added", "_cancelled")))
+                if learn.fitting:  # a validation may be under way
+                    cb._metrics = copy.deepcopy(cb._metrics)
+        learn.eval_pass = True
+        undo.enter_context(learn.added_cbs(cbs))
+        if not learn.fitting:
+            undo.enter_context(_events_of_a_fit(learn))
+        yield
+
+
+@contextmanager
+def _attributes_kept(x: Any, names: tuple[str, ...]) -> Iterator[None]:
+    before = {name: vars(x)[name] for name in names if name in vars(x)}
+    try:
+        yield
+    finally:
+        for name in names:
+            vars(x).pop(name, None)
+        vars(x).update(before)
+
+
+@contextmanager
+def _events_of_a_fit(learn: Any) -> Iterator[None]:
+    with learn._run_under_way():  # at the end `run` is True again
+        for cb in learn.cbs:
+            cb.run = cb.run and not cb._only_train_loop
+        learn("before_fit", "before_epoch")
+        try:
+            yield
+        finally:
+            learn("after_epoch", "after_fit")
+
+
+class Keep(Callback):
+    """Keeps each batch's predictions and targets on the CPU; inputs and losses with `with_…`."""
+
+    order = 70
+
+    def __init__(self, with_input: bool, with_loss: bool) -> None:
+        self.with_input, self.with_loss = with_input, with_loss
+        self.batches: list[tuple[Any, ...]] = []
+
+    def before_batch(self) -> None:
+        """Copies the input before the model can change it."""
+        if self.with_input:
+            self._x = tmap(lambda t: t.detach().clone(), self.learn.x)
+
+    def after_batch(self) -> None:
+        """Keeps the batch, unless it was cancelled before there was a prediction."""
+        learn = self.learn
+        if learn.pred is None:
+            return
+        batch = (*([self._x] if self.with_input else []), learn.pred, learn.y)
+        batch = gathered(learn, (*batch, _losses(learn)) if self.with_loss else batch)
+        self.batches.append(tmap(lambda t: t.detach().to("cpu", copy=True), batch))
+
+
+def _losses(learn: Any) -> Any:
+    """Return the loss of each sample, (n,), if the loss function has a `reduction`."""
+    f = learn.loss_func
+    if not hasattr(f, "reduction") or not learn.yb:
+        return learn.loss
+    before, f.reduction = f.reduction, "none"
+    try:
+        losses = f(learn.pred, *learn.yb)
+    finally:
+        f.reduction = before
+    return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
+
+
+def joined(batches: list[Any]) -> Any:
+    """Join structures of one kind: tensors by rows, scalars stacked, lists one after another.
+
+    Those are lists without tensors (names of files), and lists of dicts, which have an item for
+    each sample. A number or text that is the same in all batches stays; anything else becomes a
+    list with each batch's own. Raises torch's error, or a ValueError, for batches of other kinds.
+
+    >>> joined([(torch.ones(2, 3), ["a", "b"]), (torch.ones(1, 3), ["c"])])[1]
+    ['a', 'b', 'c']
+    """
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.cat(batches) if first.ndim else torch.stack(batches)
+    if type(first) in (list, tuple) and (has_samples(first) or not leaves(first)):
+        return type(first)(item for batch in batches for item in batch)
+    if not is_container(first):
+        constant = type(first) in PLAIN and all(batch == first for batch in batches)
+        return first if constant else batches
+    parts = [dict(parts_of(batch)) for batch in batches]
+    if other := next((p for p in parts if p.keys() != parts[0].keys()), None):
+        raise ValueError(f"a batch has {list(other)}, and the first one {list(parts[0])}")
+    return rebuilt(first, [joined([p[step] for p in parts]) for step in parts[0]])
+
+
+def in_order(dl: Any) -> Any:
+    """Return `dl`, or a torch DataLoader like it that gives every row, in the order of the data.
+
+    A loader that shuffles is read in order, and so are the indices of a SubsetRandomSampler. Any
+    other sampler, and a batch sampler, says what to read and stays.
+    """
+    if type(dl) is not DataLoader or dl.batch_size is None:
+        return dl
+    sampler: Any = dl.sampler
+    if isinstance(sampler, RandomSampler):
+        sampler = None
+    elif isinstance(sampler, SubsetRandomSampler):
+        sampler = sampler.indices
+    elif not dl.drop_last:
+        return dl
+    return DataLoader(
+        dl.dataset,
+        dl.batch_size,
+        sampler=None if isinstance(dl.dataset, IterableDataset) else sampler,
+        collate_fn=dl.collate_fn,
+        num_workers=dl.num_workers,
+        pin_memory=dl.pin_memory,
+        worker_init_fn=dl.worker_init_fn,
+        multiprocessing_context=dl.multiprocessing_context,
+    )

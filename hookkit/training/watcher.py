@@ -1,0 +1,277 @@
+"""`watch`: callbacks around any training loop, with nothing to subclass and nothing to write.
+
+    with watch(model, opt, ActivationStats(every=10), ParamStats()) as w:
+        ...                                         # your loop, or any library's
+
+Builds on `WatchedLoop`, which fires the events. The callbacks are those of the Learner.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookkit.callbacks.callback import Callback
+from hookkit.callbacks.events import CancelFitException
+from hookkit.checks import check_callable, check_flag
+from hookkit.errors import HookError, NeverFiredWarning, warn
+from hookkit.hooks.eager import forget_graphs
+from hookkit.recorders import ActivationStats, ParamStats
+from hookkit.records import Exports, Floats, Views
+from hookkit.training import watch_checks as checks
+from hookkit.training.live import ShowHealth
+from hookkit.training.readout import Readable, is_recorder
+from hookkit.training.runner import instances, no_attribute
+from hookkit.training.watch_losses import one_number
+from hookkit.training.watched_loop import WatchedLoop
+
+
+def watch(
+    model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+    opt: Any = None,
+    *callbacks: Any,
+    loss_func: Callable[..., Any] | None = None,
+    show: bool = False,
+) -> Watcher:
+    """Runs `callbacks` around any training loop, inside the `with`.
+
+    A batch begins with a forward of the model in training mode with gradients on. A step is
+    everything between two optimizer steps: it is over when every optimizer has stepped, or else
+    when the next forward begins. So gradient accumulation, skipped AMP steps, closures, several
+    optimizers and validation in between are recorded right, in any loop that steps a torch
+    optimizer. At the end of the `with` all hooks are removed, also after an error or Ctrl-C; what
+    was recorded stays. Entering again appends. `docs/how-to/callbacks.md` has a table of the events
+    and attributes that callbacks have here and in the Learner.
+
+    Args:
+        model: the model you train, wrapped (compile, DDP, FSDP, accelerate) or not; several in
+            a list or dict (a GAN) count as one. Compile it before, and pass the compiled one.
+        opt: its torch optimizer, in any wrapper, or a list of them: known from the first step on.
+            Any other that steps a parameter of the model, also one made later, is found as it does.
+        callbacks: instances or classes: ActivationStats, ParamStats, your own.
+        loss_func: your loss function. If it is a module, its scalar outputs are recorded as the
+            loss; not needed if the model returns its loss, or with `w.loss(loss)`. A plain
+            function cannot be hooked: it only says what kind of loss it is.
+        show: redraws the run every few seconds and prints findings as they become clear: adds
+            `ShowHealth()`, and where no callback records, ActivationStats and ParamStats.
+
+    Returns:
+        The `Watcher`, for the `with`; it reads what was recorded afterwards too.
+
+    Raises:
+        ArgumentError: an argument is of a kind that cannot work.
+        HookError: the model is scripted.
+
+    Cost: four hooks a step, about 50 µs on a CPU (`benchmarks/watching.py`).
+
+    >>> net = nn.Linear(2, 1)
+    >>> sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    >>> steps = Callback(after_step=lambda self: print("step", self.n_steps, self.opt is sgd))
+    >>> with watch(net, sgd, steps) as w:
+    ...     for _ in range(2):
+    ...         net(torch.ones(4, 2)).pow(2).mean().backward()
+    ...         sgd.step()
+    step 1 True
+    step 2 True
+    >>> w
+    Watcher(Linear: 2 steps in 1 epoch; callback; stopped)
+    """
+    if isinstance(opt, Callback) or (isinstance(opt, type) and issubclass(opt, Callback)):
+        opt, callbacks = None, (opt, *callbacks)  # watch(model, ActivationStats())
+    model, opts = checks.one_model(model), checks.optimizers(opt)
+    cure = "the loss function that you call, such as nn.CrossEntropyLoss()"
+    check_callable("watch", "loss_func", loss_func, cure)
+    cbs = instances(callbacks)
+    if check_flag("watch", "show", show):
+        if not any(is_recorder(type(cb)) for cb in cbs):
+            cbs += [ActivationStats(every=10, units=True), ParamStats(every=10)]
+        if not any(isinstance(cb, ShowHealth) for cb in cbs):
+            cbs.append(ShowHealth())
+    loop = WatchedLoop(model, opts, loss_func)
+    checks.warn_never_sent(loop.add_cbs(cbs).cbs)
+    for one in opts:
+        if not loop.hooks.owns(one):
+            checks.warn_foreign(one, loop.model)
+    return Watcher(model, loop)
+
+
+class Watcher(Readable, Exports, Views):
+    """What `watch` returns: follows a loop inside the `with`, and reads what was recorded.
+
+    Callbacks are found by name: `w.activation_stats`. `start()` and `stop()` do the same as the
+    `with`, for places without one. `w.run_record()` is what was recorded, to keep, copy or pickle.
+
+    Attributes:
+        model: as given.
+        loop: the `WatchedLoop` that callbacks have as `self.learn`: epoch, train_iter, n_steps, …
+        info: facts to add to the run, such as `w.info["n_classes"] = 10`.
+    """
+
+    def __init__(self, model: nn.Module, loop: WatchedLoop) -> None:
+        self.model, self.loop, self.info = model, loop, loop.info
+        self._with_grad = True
+        self._reports = self._entered = False
+
+    # --- begin and end
+
+    def start(self) -> Watcher:
+        """Begins: calls the callbacks' `before_fit`, then registers the hooks.
+
+        Raises:
+            HookError: it is running, or one of its callbacks records another run.
+        """
+        if self.loop.fitting:
+            raise HookError("watch was started while it is running. Stop it, or make a second one.")
+        self.loop._claim()
+        self._with_grad, self._entered = torch.is_grad_enabled(), True
+        try:
+            self.loop.begin()
+            if self.loop.cbs:
+                forget_graphs()  # one that has run would ignore the hooks
+        except BaseException:
+            self._take_down()
+            raise
+        return self
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Ends it: closes what is open, removes all hooks. Does nothing if it is not running.
+
+        Args:
+            error: what has ended the loop; the callbacks then get no `after_` events.
+        """
+        if not self.loop.fitting:
+            return
+        try:
+            if isinstance(error, CancelFitException):
+                self.loop("after_cancel_fit")
+            if error is None or isinstance(error, CancelFitException):
+                self.loop.mark_epoch()
+                self.loop("after_fit")
+        finally:
+            self._take_down()
+        if error is None:
+            self.loop.warn_of_other_loss()
+        why = checks.why_unrecorded(self.loop, self._reports)
+        if why and error is None and not self.loop.warned:
+            self.loop.warned = True
+            warn(why, NeverFiredWarning)
+
+    def _take_down(self) -> None:
+        if isinstance(sys.exception(), KeyboardInterrupt):  # it leaves torch's own `no_grad` on
+            torch.set_grad_enabled(self._with_grad)
+        self.loop.end()
+
+    def __enter__(self) -> Watcher:
+        return self.start()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        """A callback's CancelFitException ends the block, and is not raised."""
+        self.stop(error)
+        return isinstance(error, CancelFitException)
+
+    # --- what the user may report
+
+    def epoch(self, **values: Any) -> None:
+        """Marks an epoch, at the top or the bottom of the loop over epochs. Optional.
+
+        Batches from now on belong to the next one; an epoch without batches is not counted. Before
+        the first batch, values (of the untrained model) get a row of their own.
+
+        Args:
+            values: of the epoch that ends, such as `valid_loss=…`, `accuracy=…`: numbers or
+                tensors, read by the host when the run is read.
+
+        Raises:
+            ArgumentError: one of them is no number, or is `epoch` or `step`, which watch counts.
+        """
+        checks.check_reported(values)
+        self.loop.mark_epoch()
+        self.note(**values)
+
+    def note(self, **values: Any) -> None:
+        """Adds values to the last epoch as `epoch` does, with its errors, without ending it.
+
+        Of several validations within an epoch each has a row of the epoch in `run_record().valid`.
+        """
+        checks.check_reported(values)
+        now = {k: v.detach() if isinstance(v, Tensor) else v for k, v in values.items()}
+        self.loop.note(now)
+
+    def batch(self) -> None:
+        """Marks that a training batch begins, where the forward of it cannot show that.
+
+        Such as one inside a train step that is compiled as a whole, or in eval mode on purpose.
+        """
+        if self.loop.fitting:
+            self.loop.mark_batch()
+
+    def loss(self, loss: Tensor | float) -> None:
+        """Reports the loss of this batch, before or after its step. Optional; kept on its device.
+
+        Give the tensor: its graph shows mistakes, which a number has not. Under gradient
+        accumulation report each batch's own loss, undivided: the step's is their mean. One that is
+        reported in validation counts only if the training batch before has none yet.
+
+        Raises:
+            ArgumentError: it is not one number.
+        """
+        value, self._reports = one_number(loss), True
+        if self.loop.fitting:
+            self.loop.report_loss(value)
+
+    # --- reading
+
+    @property
+    def losses(self) -> Floats:
+        """(n_steps,) float64: the training loss by optimizer step, NaN where it is not known."""
+        loop = self._runner
+        return loop.losses.by_step(loop.n_steps)[loop.first_step :]
+
+    @property
+    def _runner(self) -> WatchedLoop:
+        if not self._entered:
+            self._entered = True
+            warn(checks.NOT_ENTERED, NeverFiredWarning)
+        return self.loop
+
+    @property
+    def opt(self) -> Any:
+        """The first optimizer; None while none was given and none has stepped."""
+        return self.loop.opt
+
+    @property
+    def n_steps(self) -> int:
+        """Optimizer steps so far, in all its runs."""
+        return self.loop.n_steps - self.loop.first_step
+
+    @property
+    def cbs(self) -> Any:
+        """The callbacks, as they were given."""
+        return self.loop.cbs
+
+    def __getattr__(self, name: str) -> Any:
+        cb = vars(self)["loop"]._cb_named(name) if "loop" in vars(self) else None
+        if cb is not None:
+            return cb
+        raise no_attribute(self, name, "Neither the Watcher nor its callbacks")
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *(self.loop._named() if "loop" in vars(self) else ())]
+
+    def __reduce__(self) -> Any:
+        raise HookError(
+            "a Watcher follows a loop, and cannot be copied or pickled. w.run_record() is what was "
+            "recorded, as values: keep that, or save it with w.save(path)."
+        )
+
+    def __repr__(self) -> str:
+        loop = self.loop
+        names = ", ".join(loop._named()) or "no callbacks"
+        state = "running" if loop.fitting else "stopped" if loop.spans else "not started"
+        n, epochs = self.n_steps, len({span["epoch"] for span in loop.spans})
+        steps = f"{n} step{'s' * (n != 1)} in {epochs} epoch{'s' * (epochs != 1)}"
+        return f"Watcher({type(loop.model).__name__}: {steps}; {names}; {state})"
