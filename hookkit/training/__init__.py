@@ -1,7 +1,6 @@
 """The two training loops: `Learner`, which runs its own, and `watch`, which follows any other.
 
-learner       `Learner`: options, `fit`, predictions, files, reading.
-loop          The loop itself.
+learner       `Learner`: options, the loop, predictions, files, reading.
 predicting    What `validate`, `get_preds` and `predict` are made of.
 distributing  `distrib_ctx`: accelerate's model, optimizer and loaders in place of the Learner's.
 groups        Parameter groups, learning rates; freezing, one cycle.

@@ -15,10 +15,12 @@ from hookkit.batches import has_samples
 from hookkit.callbacks import Callback, ProgressCallback, Recorder
 from hookkit.callbacks.metrics import gathered
 from hookkit.nested import PLAIN, is_container, leaves, parts_of, rebuilt, tmap
-from hookkit.training.loop import BATCH
 
-_STATE = (*BATCH, "iter", "n_iter", "train_iter", "pct_train", "training", "stepped", "steps_now")
-_STATE += ("autocast", "scaler", "eval_pass", "final_record", "_device", "_by_keyword")
+_STATE = (
+    *("dl", "xb", "yb", "pred", "loss", "loss_grad", "iter", "n_iter", "train_iter", "pct_train"),
+    *("training", "stepped", "steps_now", "autocast", "scaler", "eval_pass", "final_record"),
+    *("_device", "_by_keyword"),
+)
 """What a pass sets that a fit around it, or a later one, goes on with."""
 
 
