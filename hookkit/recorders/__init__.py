@@ -24,7 +24,7 @@ device_rows     A step's numbers on their way from a device.
 graph_op        The operation by which a compiled graph shows a tensor to a recorder.
 
 What the diagnosis reads while a model trains:
-probes          `Sensors`, which a loop holds.
+probes          `TrainingProbes`, which a loop holds.
 loss_graph      What a loss was computed from.
 kept_gradients  Gradients that were left from the step before.
 layer_graph     Which activation reads each layer, the order of weights, weights that are hidden.

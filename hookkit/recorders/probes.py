@@ -1,4 +1,4 @@
-"""`Sensors`: what a loop shows of a training beyond its statistics, for the rules of `diagnose`.
+"""`TrainingProbes`: what the first steps of a loop show beyond statistics, for `diagnose`.
 
 A loop holds one and calls it in few places. Everything is seen where it happens (batches, the loss
 and its autograd graph, gradients that outlive a step), in the first steps only; nothing is read
@@ -57,17 +57,22 @@ def loss_name(loss_func: Any) -> str | None:
     return name if isinstance(name, str) else type(loss_func).__name__
 
 
-class Sensors:
+class TrainingProbes:
     """What a loop has shown so far; the loop calls the `see_` methods as things happen.
 
+    Attributes:
+        done: the first `MANY` steps are over. The loop then need not call any method, but
+            `see_batch` of a forward in eval mode, which makes `done` False until the step's end.
+        other_loss: backward() was called on another loss than the one that the model returned.
+
     >>> net, x = torch.nn.Linear(2, 3), torch.ones(4, 2)
-    >>> opt, sensors = torch.optim.SGD(net.parameters(), 0.1), Sensors()
+    >>> opt, probes = torch.optim.SGD(net.parameters(), 0.1), TrainingProbes()
     >>> for _ in range(4):
-    ...     sensors.see_batch(x)
+    ...     probes.see_batch(x)
     ...     loss = torch.nn.functional.cross_entropy(net(x).softmax(1), torch.arange(4) % 3)
-    ...     sensors.see_loss(loss, net.parameters())
-    ...     opt.zero_grad(); loss.backward(); sensors.see_step(opt); opt.step(); sensors.end_step()
-    >>> facts = sensors.read()
+    ...     probes.see_loss(loss, net.parameters())
+    ...     opt.zero_grad(); loss.backward(); probes.see_step(opt); opt.step(); probes.end_step()
+    >>> facts = probes.read(n_steps=4)
     >>> facts["loss_input"], facts["n_classes"], facts["batches"], facts["kept_gradients"]
     ('Softmax', 3, [4, 1], [0, 3])
     """
@@ -76,7 +81,7 @@ class Sensors:
         self._kept = KeptGradients()
         self._reported: dict[str, Any] | None = None  # what the graph of the loss shows
         self._marked = self._returned = False  # losses that the model returned; `_reported` is one
-        self.other_loss = False  # backward() is called on another loss than those
+        self.other_loss = False
         self._root: dict[str, Any] | None = None  # and that of what backward() is called on
         self._named = False
         self._tries = _TRIES
@@ -84,6 +89,7 @@ class Sensors:
         self._marks: list[Tensor] = []  # one for each of the first steps
         self._mark: Tensor | None = None  # of the step under way
         self._n_batches = self._n_steps = self._n_eval = 0
+        self.done = False  # the first steps are over
         self._modes: set[bool] = set()  # of the forwards since the last step
         self._first: list[tuple[Any, Tensor]] | None = None
 
@@ -96,6 +102,7 @@ class Sensors:
         """
         self._modes.add(training)
         self._n_batches += 1
+        self.done = self.done and training  # a step in eval mode is counted, whenever it comes
         if len(self._marks) >= MANY or torch.compiler.is_compiling() or is_transforming():
             return
         with torch.no_grad():
@@ -167,15 +174,19 @@ class Sensors:
         if self._mark is not None and len(self._marks) < MANY:
             self._marks.append(self._mark)
         self._mark = None
+        self.done = self._n_steps >= MANY
 
     def remove(self) -> None:
         """The loop is over: takes off what was attached; can be called at any time, and twice."""
         self._kept.remove()
 
-    def read(self, under_way: bool = False) -> dict[str, Any]:
+    def read(self, n_steps: int, under_way: bool = False) -> dict[str, Any]:
         """The facts, as listed at the top of this file. Sync: a few, for small tensors.
 
-        While the loop is under way, the first step may still be accumulated: for 100 batches.
+        Args:
+            n_steps: how many steps the loop has made.
+            under_way: the loop goes on, so the first step may still be accumulated: for 100
+                batches.
         """
         facts: dict[str, Any] = {"n_classes": self._n_classes} if self._n_classes else {}
         facts |= {**(self._root or {}), **(self._reported or {})}
@@ -188,7 +199,7 @@ class Sensors:
             different = len({f"{mark:.{_DIGITS}g}" for mark in seen})
             facts["batches"] = [len(seen), different]
         if self._n_eval:
-            facts["eval_steps"] = [self._n_eval, self._n_steps]
+            facts["eval_steps"] = [self._n_eval, n_steps]
         waits = under_way and self._n_batches < 100
         if self._n_batches and not (self._n_steps or waits) and self._stays():
             facts["no_step"] = True

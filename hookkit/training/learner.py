@@ -357,9 +357,9 @@ class Learner(CallbackRunner, Readable, Tables, Views):
             return
         if self.loss_grad is None:
             raise ModelRunError(self._no_loss())
-        self.sensors.see_batch(self.xb)
-        self.sensors.see_scores(self.loss_func, self.pred)
-        self.sensors.see_loss(self.loss_grad)
+        self.probes.see_batch(self.xb)
+        self.probes.see_scores(self.loss_func, self.pred)
+        self.probes.see_loss(self.loss_grad)
         self._do_grad_opt()
 
     def _do_grad_opt(self) -> None:
@@ -378,7 +378,7 @@ class Learner(CallbackRunner, Readable, Tables, Views):
                 self.scaler.update()
         self.opt.zero_grad()
         if self.stepped:
-            self.sensors.end_step()
+            self.probes.end_step()
 
     # --- its smallest parts
 

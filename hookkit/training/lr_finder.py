@@ -114,7 +114,7 @@ def _as_before(learn: Any) -> Iterator[Recorder]:
     parts = [x for x in (learn.opt, learn.loss_func) if hasattr(x, "state_dict")]
     states = [(part, copy.deepcopy(part.state_dict())) for part in parts]
     quiet = [cb for cb in learn.cbs if _observes(cb)]
-    learn.sensors = type(learn.sensors)()
+    learn.probes = type(learn.probes)()
     try:
         with (
             generators_kept(*learn.dls or ()),

@@ -125,7 +125,7 @@ def info_of(runner: Any) -> dict[str, Any]:
         "weight_decay": [float(g.get("weight_decay", 0.0)) for g in groups],
         "dtype": ", ".join(sorted(str(t) for t in dtypes)),
         "n_epoch": runner.n_epoch,
-        **runner.sensors.read(runner.fitting),
+        **runner.probes.read(runner.n_steps, runner.fitting),
         "torch": torch.__version__,
         "numpy": np.__version__,
     }

@@ -18,7 +18,7 @@ from hookkit.callbacks.callback import Callback, around_fastai, in_phase, is_of_
 from hookkit.callbacks.events import CANCEL_EXCEPTIONS, EVENTS, not_an_event
 from hookkit.checks import kind_of
 from hookkit.errors import ArgumentError, HookError, OptionError, nearest
-from hookkit.recorders.probes import Sensors
+from hookkit.recorders.probes import TrainingProbes
 from hookkit.records import Run
 from hookkit.training.readout import is_recorder, run_of
 
@@ -35,7 +35,7 @@ class CallbackRunner:
         n_steps: optimizer steps really made, over all fits.
         stepped: whether the current batch has made one.
         in_closure: whether a step is under way that evaluates its batches itself.
-        sensors: what the diagnosis wants to know of batches, losses and gradients.
+        probes: what the diagnosis wants to know of batches, losses and gradients.
         first_step: the number of its first step, where a library resumes a training; else 0.
         info: facts that are added to the run.
     """
@@ -47,7 +47,7 @@ class CallbackRunner:
     opts: Any
 
     def __init__(self) -> None:
-        self.cbs, self._past, self.sensors = L(), list[Callback](), Sensors()
+        self.cbs, self._past, self.probes = L(), list[Callback](), TrainingProbes()
         self.info, self._token = {}, object()
         self._rates: dict[
             int, tuple[Any, list[Any]]
@@ -228,7 +228,7 @@ class CallbackRunner:
 
     def _clean_up(self) -> None:
         """Calls every callback's `cleanup_fit`, also when one of them fails."""
-        self.sensors.remove()
+        self.probes.remove()
         with ExitStack() as stack:
             for cb in self.cbs:
                 cb.run = True

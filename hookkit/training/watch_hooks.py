@@ -155,7 +155,7 @@ class LoopHooks:
         if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
             self.loss_twice |= self._last_loss is not None and self.loop.loss is self._last_loss
             if args:
-                self.loop.sensors.see_scores(module, args[0])
+                self.loop.probes.see_scores(module, args[0])
             self.loop.report_loss(one_number(output))
             self._last_loss = self.loop.loss
 

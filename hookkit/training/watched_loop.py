@@ -146,7 +146,7 @@ class WatchedLoop(CallbackRunner):
             self("before_batch")
         if self.training:
             self._in_eval = False
-            self.sensors.see_batch(inputs, training)
+            self.probes.see_batch(inputs, training)
         elif with_grad:
             self.eval_part_began(inputs)
 
@@ -154,7 +154,7 @@ class WatchedLoop(CallbackRunner):
         """The model, or a part of it, runs in eval mode with gradients."""
         if not self.in_batch and self._paused is None:
             self._in_eval = True
-            self.sensors.see_batch(inputs, training=False)
+            self.probes.see_batch(inputs, training=False)
 
     def forward_ended(self, output: Any, failed: bool = False, shared: bool = False) -> None:
         """The forward returned `output`, the live object, or raised, which cancels its batch.
@@ -174,7 +174,7 @@ class WatchedLoop(CallbackRunner):
                     self.report_loss(loss, True, guess, shared)
                 # of a loss function that is a module, its own input is read
                 known = None if isinstance(self.loss_func, nn.Module) else self.loss_func
-                self.sensors.see_scores(known, output, fed=False, found=loss)
+                self.probes.see_scores(known, output, fed=False, found=loss)
             self.pred = output
             try:
                 self("after_pred")
@@ -196,7 +196,7 @@ class WatchedLoop(CallbackRunner):
         known = opt in self.opts
         if not known:
             self.opts, self._adopted = [*self.opts, opt], True
-        self.sensors.see_step(opt)
+        self.probes.see_step(opt)
         if self._paused is not None:  # Ctrl-C has ended a rollout
             self._end_rollout()
         if opt in self._stepped and graph_task() == -1:
@@ -275,13 +275,13 @@ class WatchedLoop(CallbackRunner):
 
     def _close(self) -> None:
         """Ends the step that was made, if one was, and the batch that is open."""
-        if self.sensors.other_loss and not self.other_loss:
+        if self.probes.other_loss and not self.other_loss:
             self.other_loss = True
             self.losses.drop_found()
         stepped, self._stepped = self._stepped, []
         if stepped:
             self._last = stepped
-            self.sensors.end_step()
+            self.probes.end_step()
             if self._cancelled:
                 self._cancelled = False
                 self.losses.drop(self.n_steps)
@@ -323,7 +323,7 @@ class WatchedLoop(CallbackRunner):
         self, loss: Tensor, found: bool = False, guess: bool = False, shared: bool = False
     ) -> None:
         """Takes the loss of the current batch, or of the step just made."""
-        self.sensors.see_loss(loss, self.model.parameters(), found)
+        self.probes.see_loss(loss, self.model.parameters(), found)
         known = loss.detach().clone()  # `loss /= n_accumulate` may follow
         self.losses.put(known, found, guess, shared, late=self._in_validation)
         if self.training:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookkit import watch
-from hookkit.recorders.probes import MANY, Sensors, loss_name
+from hookkit.recorders.probes import MANY, TrainingProbes, loss_name
 
 
 def net():
@@ -63,25 +63,25 @@ def test_batches_that_come_again_are_counted_once(data, expected):
     ],
 )
 def test_any_structure_of_tensors_is_seen(given):
-    sensors = Sensors()
+    probes = TrainingProbes()
     for _ in range(3):
-        sensors.see_batch(given)
-        sensors.end_step()
+        probes.see_batch(given)
+        probes.end_step()
 
-    assert sensors.read() == {"batches": [3, 1]}
+    assert probes.read(3) == {"batches": [3, 1]}
 
 
 def test_only_the_first_batches_of_plain_tensors_are_looked_at():
-    sensors = Sensors()
-    sensors.see_batch([torch.eye(3).to_sparse(), torch.empty(0), "text"])
-    sensors.end_step()
-    assert sensors.read() == {}
+    probes = TrainingProbes()
+    probes.see_batch([torch.eye(3).to_sparse(), torch.empty(0), "text"])
+    probes.end_step()
+    assert probes.read(1) == {}
 
     for i in range(MANY + 10):
-        sensors.see_batch(torch.full((2, 2), float(max(i - MANY, 0))))
-        sensors.see_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
-        sensors.end_step()
-    assert pickle.loads(pickle.dumps(sensors)).read()["batches"] == [MANY, 1]
+        probes.see_batch(torch.full((2, 2), float(max(i - MANY, 0))))
+        probes.see_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
+        probes.end_step()
+    assert pickle.loads(pickle.dumps(probes)).read(MANY)["batches"] == [MANY, 1]
 
 
 # --- the loss
@@ -117,9 +117,9 @@ def test_the_name_that_the_user_gives_holds():
 
 
 def known(loss_func, scores, fed=True):
-    sensors = Sensors()
-    sensors.see_scores(loss_func, scores, fed)
-    return sensors.read().get("n_classes")
+    probes = TrainingProbes()
+    probes.see_scores(loss_func, scores, fed)
+    return probes.read(0).get("n_classes")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
