@@ -1,7 +1,6 @@
-"""A run as scalars by step, sent to TensorBoard, an experiment tracker, a file of JSON lines.
+"""The numbers of a Record or Run by step, and the targets that take them.
 
-No tracker is imported: a target is known by its methods. `send` keeps for each series the last step
-that a target was sent, so that a log which grows has everything once.
+No tracker is imported: a target is known by its methods.
 """
 
 from __future__ import annotations
@@ -12,16 +11,13 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hookkit.checks import check_path, is_number, kind_of
 from hookkit.errors import ArgumentError, OptionError, nearest
 from hookkit.files import append_lines
-
-if TYPE_CHECKING:
-    from hookkit.records.record import Record
 
 _USUAL = ("mean", "std", "rms", "near_zero", "nonfinite", "dead")
 _USUAL_OF_PARAMS = ("weight_norm", "grad_norm", "update_ratio")
@@ -31,40 +27,73 @@ _PLAIN = str.maketrans({"[": "-", "]": None, "'": None})  # mlflow refuses brack
 def send(
     writer: Any, run: Any, sent: dict[str, int], statistics: Any = None, layers: Any = None
 ) -> None:
-    """Send what a Record or Run has after the steps in `sent`, by step; bring `sent` up to date.
+    """Send to `writer` the scalars that a Record or Run has after the steps in `sent`.
 
     Args:
         writer, statistics, layers: as `Tables.log_to` takes them.
         run: a Record or a Run.
-        sent: the last step that was sent of each series, by its name.
+        sent: the last step sent of each series, by its name; brought up to date.
     """
-    scalars = scalars_to("log_to", writer)
-    layers = _recorded("layers", layers, run, lambda record: record.names)
-    statistics = _recorded("statistics", statistics, run, lambda record: record.values)
-    rows: dict[int, dict[str, Any]] = defaultdict(dict)
-    for tag, steps, values in _series(run, statistics, layers):
-        for i in np.flatnonzero(np.isfinite(values) & (steps > sent.get(tag, -1))):
-            rows[int(steps[i])][tag] = float(values[i])
+    write = writer_of("log_to", writer)
+    rows: dict[int, dict[str, float]] = defaultdict(dict)
+    for name, steps, values in _series(run, statistics, layers):
+        for i in np.flatnonzero(np.isfinite(values) & (steps > sent.get(name, -1))):
+            rows[int(steps[i])][name] = float(values[i])
     # wandb drops a step before its last one: a value that comes late is sent with that one
     least = max(sent.values(), default=0) if hasattr(writer, "log") else 0
     for step in sorted(rows):
-        scalars(max(step, least), rows[step])
+        write(max(step, least), rows[step])
         sent.update(dict.fromkeys(rows[step], step))
 
 
-def _recorded(what: str, chosen: Any, run: Any, names_of: Any) -> list[str] | None:
-    """Return `chosen` as a list; an OptionError if one of them was recorded nowhere."""
-    if chosen is None:
+def _series(run: Any, statistics: Any, layers: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, steps and values of every series that is logged."""
+    for name, values in (("loss", "losses"), ("grad_norm", "grad_norms")):
+        if (series := getattr(run, values, None)) is not None:
+            yield name, np.arange(len(series)), series
+    info, epochs = getattr(run, "info", {}), getattr(run, "valid", ())
+    if np.size(rates := info.get("lr", [])) and run.n_steps:
+        yield "lr", np.array([run.n_steps - 1]), np.atleast_1d(rates)[-1:]
+        groups = [] if run.params is None else list(run.params.meta.get("group", ()))
+        if (last := np.size(rates) - 1) in groups:
+            yield "lr", run.params.steps, run.params.values["lr"][groups.index(last)]
+    for row in epochs[:-1] if info.get("within_epoch") else epochs:
+        for name, value in row.items():
+            if name not in ("epoch", "step") and "step" in row and is_number(value):
+                yield f"epoch/{name}", np.array([row["step"]]), np.array([float(value)])
+
+    chosen = _chosen("layers", layers, run, [n for record in run.records for n in record.names])
+    known = [name for record in run.records for name in record.values]
+    scalars = _chosen("statistics", statistics, run, known)
+    for record in run.records:
+        names = [name.translate(_PLAIN) or "model" for name in record.names]
+        times = Counter(names)
+        usual = _USUAL_OF_PARAMS if record.kind == "param" else _USUAL
+        for i, (own, name) in enumerate(zip(record.names, names, strict=True)):
+            if chosen is None or any(_matches(own, pattern) for pattern in chosen):
+                name = name if times[name] == 1 else own or "(model)"
+                for scalar in usual if scalars is None else scalars:
+                    if scalar in record.values:
+                        yield (
+                            f"{record.kind}/{scalar}/{name}",
+                            record.steps,
+                            record.values[scalar][i],
+                        )
+
+
+def _chosen(what: str, names: Any, run: Any, known: list[str]) -> list[str] | None:
+    """Return the user's names as a list, None for all; an OptionError if one is not recorded."""
+    if names is None:
         return None
-    names = listed(chosen)
-    known = list(dict.fromkeys(name for record in run.records for name in names_of(record)))
-    for name in names if all(len(record) for record in run.records) else ():
-        if known and not any(_matches(each, name) for each in known):
+    chosen, empty = listed(names), not all(len(record) for record in run.records)
+    for name in chosen if known and not empty else ():
+        if not any(_matches(each, name) for each in known):
+            near = nearest(name, known) or dict.fromkeys(known)
             raise OptionError(
                 f"log_to({what}=…) names {name!r}, which was not recorded. "
-                f"Use some of: {', '.join((nearest(name, known) or known)[:12])}."
+                f"Use some of: {', '.join(list(near)[:12])}."
             )
-    return names
+    return chosen
 
 
 def listed(names: Any) -> list[str]:
@@ -79,46 +108,6 @@ def _matches(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
 
 
-def _series(run: Any, statistics: Any, layers: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, steps and values of every series of numbers in a Record or a Run."""
-    for name, values in (("loss", "losses"), ("grad_norm", "grad_norms")):
-        if (series := getattr(run, values, None)) is not None:
-            yield name, np.arange(len(series)), series
-    facts, epochs = getattr(run, "info", {}), getattr(run, "valid", ())
-    yield from _rates(run, facts.get("lr", []))
-    for row in epochs[:-1] if facts.get("within_epoch") else epochs:
-        for name, value in row.items():
-            if name not in ("epoch", "step") and "step" in row and is_number(value):
-                yield f"epoch/{name}", np.array([row["step"]]), np.array([float(value)])
-    for record in run.records:
-        usual = _USUAL_OF_PARAMS if record.kind == "param" else _USUAL
-        for row, tag in _tags(record, layers):
-            for name in usual if statistics is None else statistics:
-                if name in record.values:
-                    yield f"{record.kind}/{name}/{tag}", record.steps, record.values[name][row]
-
-
-def _rates(run: Any, rates: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the rate of the first optimizer's last group: of the last step, and as recorded."""
-    if np.size(rates) and run.n_steps:
-        yield "lr", np.array([run.n_steps - 1]), np.atleast_1d(rates)[-1:]
-    params, last = getattr(run, "params", None), np.size(rates) - 1
-    if params is not None and last in (groups := list(params.meta.get("group", ()))):
-        yield "lr", params.steps, params.values["lr"][groups.index(last)]
-
-
-def _tags(record: Record, layers: list[str] | None) -> Iterator[tuple[int, str]]:
-    """Yield the row of each layer that is logged, and its name without brackets, if it is unique.
-
-    `lstm[1]` becomes `lstm-1`; if a layer is really called that, both keep their own names.
-    """
-    tags = [name.translate(_PLAIN) or "model" for name in record.names]
-    times = Counter(tags)
-    for row, (tag, name) in enumerate(zip(tags, record.names, strict=True)):
-        if layers is None or any(_matches(name, pattern) for pattern in layers):
-            yield row, tag if times[tag] == 1 else name or "(model)"
-
-
 # TensorBoard's method; mlflow's, Comet's and Lightning's; wandb's, trackio's and accelerate's
 _METHODS: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
     "add_scalar": (("name", 0.0, 0), {}),
@@ -127,31 +116,40 @@ _METHODS: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
 }
 
 
-def scalars_to(who: str, writer: Any) -> Callable[[int, dict[str, Any]], object]:
-    """Return a function that sends a step's numbers, by name, to what the user gave.
+def writer_of(who: str, target: Any) -> Callable[[int, dict[str, float]], None]:
+    """Return `write(step, {name: value})` for the target that a user gave to `who`.
 
     Raises:
         ArgumentError: it is no file, and none of its methods can be called so.
         OptionError: a file has another ending.
     """
-    if isinstance(writer, (str, os.PathLike)):
-        return _lines_to(who, writer)
-    known = [name for name, call in _METHODS.items() if _takes(getattr(writer, name, None), *call)]
-    if not known:
+    if isinstance(target, (str, os.PathLike)):
+        path = check_path(who, target, "target")
+        if path.suffix.lower() != ".jsonl":
+            raise OptionError(
+                f'{who}("{path}"): a file to log to ends in .jsonl, with a JSON object for each '
+                f"step, as pandas.read_json(path, lines=True) reads it. Name it so; or give the "
+                f"tracker itself (import wandb; {who}(wandb)), or for TensorBoard a "
+                f'torch.utils.tensorboard.SummaryWriter: pip install "hookkit[tensorboard]".'
+            )
+        return lambda step, row: append_lines(path, [json.dumps({"step": step, **row})])
+    method = next(
+        (m for m, call in _METHODS.items() if _takes(getattr(target, m, None), *call)), ""
+    )
+    if not method:
         raise ArgumentError(
-            f"{who}: {kind_of(writer)} was given, which has none of add_scalar(name, value, step), "
+            f"{who}: {kind_of(target)} was given, which has none of add_scalar(name, value, step), "
             f"log_metrics(dict, step=), log(dict, step=). Give a SummaryWriter, a tracker such as "
             f"wandb or mlflow, or the path of a .jsonl file."
         )
+    if method != "add_scalar":
+        return lambda step, row: getattr(target, method)(dict(row), step=step)
 
-    def scalars(step: int, values: dict[str, Any]) -> None:
-        if known[0] != "add_scalar":
-            getattr(writer, known[0])(dict(values), step=step)
-            return
-        for tag, value in values.items():
-            writer.add_scalar(tag, value, step)
+    def write(step: int, row: dict[str, float]) -> None:
+        for name, value in row.items():
+            target.add_scalar(name, value, step)
 
-    return scalars
+    return write
 
 
 def _takes(method: Any, args: tuple[Any, ...], kwargs: dict[str, int]) -> bool:
@@ -162,16 +160,3 @@ def _takes(method: Any, args: tuple[Any, ...], kwargs: dict[str, int]) -> bool:
     except (TypeError, ValueError):  # no callable, without a signature, or another one
         return False
     return True
-
-
-def _lines_to(who: str, writer: Any) -> Callable[[int, dict[str, Any]], object]:
-    path = check_path(who, writer, "target")
-    if path.suffix.lower() != ".jsonl":
-        tracker = path.name if path.name in ("wandb", "mlflow", "trackio") else "wandb"
-        raise OptionError(
-            f'{who}("{path}"): a file to log to ends in .jsonl, with a JSON object for each step, '
-            f"as pandas.read_json(path, lines=True) reads it. Name it so; or give the tracker "
-            f"itself (import {tracker}; {who}({tracker})), or for TensorBoard a "
-            f'torch.utils.tensorboard.SummaryWriter: pip install "hookkit[tensorboard]".'
-        )
-    return lambda step, values: append_lines(path, [json.dumps({"step": step, **values})])
