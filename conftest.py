@@ -17,7 +17,7 @@ collect_ignore = [
 ]
 if not find_spec("tqdm"):
     collect_ignore.append("hookkit/callbacks/progress.py")
-collect_ignore_glob = [] if find_spec("matplotlib") else ["hookkit/plotting/*", "hookkit/pages.py"]
+collect_ignore_glob = [] if find_spec("matplotlib") else ["hookkit/plotting/*"]
 
 LIMIT = 300  # seconds from the start of a test to the start of the next one
 

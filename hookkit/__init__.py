@@ -84,6 +84,7 @@ from .collecting import (
 )
 from .comparing import Comparison as Comparison, compare_models
 from .diagnosis import Diagnosis as Diagnosis, Finding as Finding, diagnose as diagnose
+from .diagnosis.report_page import report as report
 from .editing import (
     add as add,
     edit_function as edit_function,
@@ -136,7 +137,6 @@ from .hooks import (
     hook_tensor as hook_tensor,
     print_sizes as print_sizes,
 )
-from .pages import report as report
 from .recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from .records import Record as Record, Run
 from .selecting import (

@@ -20,7 +20,7 @@ ROWS = [
     {"selecting", "ranks", "batches", "autograd_graph", "markup"},
     {"hooks", "records"},
     {"editing", "swapping", "modelinfo", "diagnosis", "plotting"},
-    {"attention", "features", "summaries", "pages"},
+    {"attention", "features", "summaries"},
     {"comparing", "collecting"},
     {"callbacks"},
     {"recorders"},
@@ -30,7 +30,7 @@ ROWS = [
 ROW = {name: i for i, row in enumerate(ROWS) for name in row}
 
 # `Run.diagnose`, `.plot` and `.report` import their package when they are called.
-EXCEPTIONS = {("records/run.py", name) for name in ("diagnosis", "plotting", "pages")}
+EXCEPTIONS = {("records/run.py", name) for name in ("diagnosis", "plotting")}
 
 ONE_IMPORTER = {"matplotlib": "plotting", "torch.distributed": "ranks"}
 
@@ -107,8 +107,9 @@ def module_graph() -> dict[str, set[str]]:
     for path in sources():
         place = path.relative_to(PACKAGE)
         parts = [*place.parts[:-1], *([] if path.name == "__init__.py" else [path.stem])]
-        but = {f"hookkit.{there}" for file, there in EXCEPTIONS if file == place.as_posix()}
-        graph[".".join(["hookkit", *parts])] = imports(path) - but
+        but = tuple(f"hookkit.{there}" for file, there in EXCEPTIONS if file == place.as_posix())
+        there = {name for name in imports(path) if not name.startswith(but)}
+        graph[".".join(["hookkit", *parts])] = there
     return graph
 
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from hookkit.diagnosis.report_page import LAYOUT
 from hookkit.markup import STYLE, details, fragment, table, terms
-from hookkit.pages import LAYOUT
 
 
 def test_every_rule_begins_with_the_class_of_our_elements() -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import hookkit
+from hookkit.diagnosis import report_page as pages
 from hookkit.errors import ArgumentError, OptionError
-from hookkit.plotting import report as pages
 from hookkit.records import Incident, Run
 from hookkit.testing import synth_learner
 

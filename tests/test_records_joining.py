@@ -121,7 +121,7 @@ def test_epochs_that_a_fit_numbers_itself_keep_their_numbers() -> None:
         first.fit(2)
         again.fit(5, start_epoch=2)
 
-    both = first.run_record() + again
+    both = first.run_record() + again  # a Learner
 
     assert both.n_steps == 20
     assert [row["epoch"] for row in both.valid] == [0, 1, 2, 3, 4]
@@ -153,43 +153,33 @@ def test_runs_that_both_begin_at_0_are_counted_on() -> None:
     assert Run() + a == a + Run() == a
 
 
-def test_rows_and_statistics_of_both_are_there() -> None:
-    a, b = record([0, 1], ("fc", "gone")), record([2], ("new", "fc"))
-    b.values["std"] = np.ones((2, 1))
-    a.meta.update(dtype=["half", "float"], moved=[True, False], eps=0.05, feeds={"fc": "x"})
-    b.meta.update(dtype=["bfloat", "double"], moved=[False, False], feeds={"new": "y"})
+def test_facts_are_the_later_ones_but_for_how_the_training_began() -> None:
+    a, b = record([0, 1], ("fc", "out")), record([2], ("fc", "out"))
+    a.meta.update(dtype=["half", "float"], moved=[True, False], constant=[1, 0], skipped={"x": 1})
+    b.meta.update(dtype=["bfloat", "float"], moved=[False, False], constant=[0, 0], window=None)
 
     both = joined(a, b)
 
-    assert both.names == ("fc", "gone", "new")
-    np.testing.assert_array_equal(both.value("mean", "fc"), [0, 1, 1])
-    np.testing.assert_array_equal(both.value("mean", "gone"), [2, 3, np.nan])
-    np.testing.assert_array_equal(both.value("std", "new"), [np.nan, np.nan, 1])
-    assert both.meta["dtype"] == ["double", "float", "bfloat"]
-    assert both.meta["moved"] == [True, False, False]
-    assert both.meta["feeds"] == {"fc": "x", "new": "y"}
-    assert both.meta["eps"] == 0.05
+    assert both.value("mean").tolist() == [[0, 1, 0], [2, 3, 1]]
+    assert both.meta["dtype"] == ["bfloat", "float"]
+    assert both.meta["moved"] == [True, False]
+    assert both.meta["constant"] == [1, 0]
+    assert both.meta["skipped"] == {"x": 1}
 
 
 def test_histograms_follow_each_other_and_other_options_are_an_error() -> None:
-    bins = {"hist": np.ones((1, 3, 2), np.int64), "edges": np.arange(4.0)}
-    a, b = record([0, 1], **bins), record([2, 3])
-    assert joined(a, b).hist[0].tolist() == [[1, 1, 0, 0]] * 3
+    bins = {"hist": np.ones((1, 3, 2), np.int64), "edges": np.arange(4.0), "meta": {"eps": 0.05}}
+    a = record([0, 1], **bins)
+    assert joined(a, replace(a, hist=2 * a.hist)).hist[0].tolist() == [[1, 1, 2, 2]] * 3
 
-    with pytest.raises(OptionError, match="with another bins"):
-        joined(a, replace(a, edges=2 * bins["edges"]))
-    with pytest.raises(OptionError, match=r"activations were recorded with another eps"):
-        joined(replace(a, meta={"eps": 0.05}), replace(a, meta={"eps": 0.1}))
+    others: dict[str, Any] = {
+        "bins": {"edges": 2 * bins["edges"]},
+        "eps": {"meta": {"eps": 0.1}},
+        "layers": {"names": ("out",)},
+        "statistics": {"values": {"std": a.values["mean"]}},
+    }
+    for what, changes in others.items():
+        with pytest.raises(OptionError, match=f"with another choice of {what}"):
+            joined(a, replace(a, **changes))
     with pytest.raises(ArgumentError, match="int was given, and it holds no records"):
         Run(a) + 3
-
-
-def test_a_learner_can_be_added() -> None:
-    learn = synth_learner(n_trn=4, cbs=ActivationStats(modules=""))
-    with learn.no_logging():
-        learn.fit(1)
-
-    both = learn.run_record() + learn
-
-    assert both.n_steps == 8
-    assert [row["epoch"] for row in both.valid] == [0, 1]

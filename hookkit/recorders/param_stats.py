@@ -20,15 +20,14 @@ from hookkit.recorders.param_norms import WeightCopies, arriving, grad_norms_by_
 from hookkit.recorders.parameters import Turns, idle_parameters, named_parameters
 from hookkit.recorders.step_table import Numbers, StepTable, sums
 from hookkit.recorders.to_record import of_all_ranks
-from hookkit.records import Exports, Record
-from hookkit.records.record import grad_norms
+from hookkit.records import Record, Reportable, grad_norms
 
 _FIELDS = ("weight", "grad", "update", "ratio", "bad", "n", "n_grad", "lr", "n_lr")
 _OF_TENSOR = ("ndim", "numel", "shape", "requires_grad", "dtype")
 _FACTS = (*_OF_TENSOR, "in_optimizer", "optimizer", "group", "weight_decay")
 
 
-class ParamStats(Exports, Callback):
+class ParamStats(Reportable, Callback):
     """Weight norm, gradient norm, update norm and the update:weight ratio of every parameter.
 
     `update_ratio` is `|w_after − w_before| / |w_before|`, whatever the optimizer; about 1e-3 is

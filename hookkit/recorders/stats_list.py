@@ -15,7 +15,7 @@ from torch import Tensor
 from hookkit.errors import OptionError, SelectionError, nearest, warn
 from hookkit.recorders.step_recorder import StatsCallback
 from hookkit.recorders.to_record import is_clamped
-from hookkit.records import Exports, Record
+from hookkit.records import Record, Reportable
 
 
 class StatsList(L):  # type: ignore[misc]
@@ -61,7 +61,7 @@ class StatsList(L):  # type: ignore[misc]
         printer.text(repr(self))
 
 
-class LayerStats(Exports, StatsCallback):
+class LayerStats(Reportable, StatsCallback):
     """How recorded layers are read; the base of `ActivationStats` and `GradientStats`."""
 
     _listed: tuple[Record, StatsList] | None = None

@@ -1,4 +1,4 @@
-"""Records as a tidy pandas DataFrame. pandas is optional: it is imported when a frame is made."""
+"""A run as a tidy pandas DataFrame. pandas is optional: it is imported when a frame is made."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import numpy as np
 from hookkit.checks import check_path
 from hookkit.errors import missing_extra
 from hookkit.files import atomic_write
-from hookkit.records.values import read_source
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+    from hookkit.records.run import Run
 
 COLUMNS = ("step", "epoch", "layer", "kind", "statistic", "value")
 
 
 def pandas() -> Any:
-    """pandas; a MissingExtraError without it."""
+    """Return pandas; raise a MissingExtraError without it."""
     try:
         import pandas as pd
     except ImportError:
@@ -27,15 +28,15 @@ def pandas() -> Any:
     return pd
 
 
-def to_df(source: Any) -> DataFrame:
-    """A tidy DataFrame with the columns `COLUMNS`, one value a row, of what holds records.
+def to_df(run: Run) -> DataFrame:
+    """Return a DataFrame of the columns `COLUMNS` with a row for each value of the run's records.
 
     Raises:
         MissingExtraError: pandas is not installed.
     """
     pd = pandas()
     frames = []
-    for r in read_source(source).records:
+    for r in run.records:
         for statistic, table in r.values.items():
             rows, n = table.shape
             columns = {
@@ -50,13 +51,10 @@ def to_df(source: Any) -> DataFrame:
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=list(COLUMNS))
 
 
-def to_csv(source: Any, path: str | Path) -> Path:
-    """Writes the tidy table as CSV by pandas, whole or not at all; the path.
-
-    Missing parent folders are made.
-    """
+def to_csv(run: Run, path: str | Path) -> Path:
+    """Write that DataFrame as CSV, whole or not at all; make parent folders; return the path."""
     path = check_path("to_csv", path)
-    table = to_df(source)  # before the file is opened: an error here must leave no file
+    table = to_df(run)  # before the file is opened: an error here must leave no file
     with atomic_write(path, text=True) as file:
         table.to_csv(file, index=False, lineterminator="\n")
     return path

@@ -30,7 +30,7 @@ def send(
     """Send to `writer` the scalars that a Record or Run has after the steps in `sent`.
 
     Args:
-        writer, statistics, layers: as `Tables.log_to` takes them.
+        writer, statistics, layers: as `Reportable.log_to` takes them.
         run: a Record or a Run.
         sent: the last step sent of each series, by its name; brought up to date.
     """

@@ -1,32 +1,267 @@
-"""`Run`: everything known of one training; `Incident`: its first NaN or Inf; and how to get one.
+"""`Record`: what one recorder saw. `Run`: all that is known of a training. `Incident`: a first NaN.
 
-`as_run` makes a Run of any source, `Run.load` of a file.
+`as_run` makes a Run of any source: a Run, a Record, or an object with a method `run_record()` (a
+Learner, a Watcher) or `record()` (a recorder). `Reportable` has the methods of all sources.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import getattr_static
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hookkit.errors import OptionError
-from hookkit.records import npz
-from hookkit.records.joining import SLOTS, joined_fields
-from hookkit.records.record import Exports, Record
-from hookkit.records.values import Floats, Ints, Plain, no_records, read_source
+from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
+from hookkit.records import frames, logs, npz
+from hookkit.records.joining import joined_fields
+from hookkit.records.values import Floats, Ints, PlainValue, label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
     from hookkit.diagnosis import Diagnosis
 
+SLOTS = {"activation": "activations", "gradient": "gradients", "param": "params"}
+"""Kind of a record → the field of a Run that holds it."""
+
+KINDS = tuple(SLOTS)
+
+STATISTICS = ("count", "mean", "std", "rms", "min", "max", "near_zero", "zero", "nonfinite")
+"""Of activations and gradients: `near_zero`, `zero` are fractions, `count`, `nonfinite` numbers."""
+
+UNIT_STATISTICS = ("dead", "saturated")
+"""Recorded with `units=True`. `dead`: the fraction of a layer's units (channels) that were never
+above 0 over a window of records, of a ReLU and of a layer that a ReLU alone reads. `saturated`: the
+fraction of the values of a bounded activation (Tanh, Sigmoid, …) at the flat ends of its range.
+"""
+
+PARAM_STATISTICS = (
+    "weight_norm",
+    "grad_norm",
+    "update_norm",
+    "update_ratio",
+    "grad_rms",
+    "weight_rms",
+    "nonfinite",
+    "lr",
+)
+"""Norms are 2-norms; `lr` is the learning rate of the parameter's group."""
+
+
+class Reportable:
+    """Methods of whatever holds records: send them to other tools, save, judge and draw them.
+
+    Diagnosis and plotting stand above this folder; they are imported when a method is called.
+    """
+
+    def to_df(self) -> DataFrame:
+        """Return a pandas DataFrame: step, epoch, layer, kind, statistic, value; a value a row.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+        """
+        return frames.to_df(as_run(self))
+
+    def to_csv(self, path: str | Path) -> Path:
+        """Write that DataFrame as CSV; make missing parent folders; return the path."""
+        return frames.to_csv(as_run(self), path)
+
+    def log_to(
+        self,
+        writer: Any,
+        *,
+        statistics: Iterable[str] | None = None,
+        layers: Iterable[str] | None = None,
+    ) -> None:
+        """Send all that was recorded to a tracker or a file: losses, and a few scalars per layer.
+
+        Each call sends everything. `LogTo` sends what is new, while a model trains. Names are
+        `loss`, `grad_norm`, `lr`, `epoch/valid_loss`, `activation/mean/layer1.0`.
+
+        Args:
+            writer: a SummaryWriter of torch or tensorboardX; what has `log_metrics(dict, step=)`
+                (mlflow, Lightning's loggers) or `log(dict, step=)` (wandb, trackio); or the path of
+                a `.jsonl` file, to which a line for each step is added. It is not closed.
+            statistics: which scalars of layers, one name or several; None takes about five, []
+                none.
+            layers: which layers and parameters, one name or glob or several: `"encoder"` takes
+                what is inside it too; None takes all.
+
+        Raises:
+            ArgumentError: `writer` is none of these.
+            OptionError: one of `statistics` or `layers` was recorded nowhere; a file has another
+                ending.
+        """
+        logs.send(writer, as_run(self), {}, statistics, layers)
+
+    def save(self, path: str | Path) -> Path:
+        """Write what was recorded to one compressed `.npz` file, without pickles; return the path.
+
+        `Run.load` reads it. A Run, a Watcher or a Learner also saves losses, epochs, incidents and
+        facts. Missing parent folders are made.
+        """
+        return npz.save(as_run(self), path)
+
+    def diagnose(self) -> Diagnosis:
+        """Say what is wrong with the run, if anything: see `hookkit.diagnosis.diagnose`."""
+        from hookkit.diagnosis import diagnose
+
+        return diagnose(self)
+
+    def plot(self, **options: Any) -> Figure:
+        """Draw the whole run at a glance, a Figure: see `hookkit.plotting.plot_run`."""
+        from hookkit.plotting import plot_run
+
+        return plot_run(self, **options)
+
+    def report(self, path: str | Path | None = None, **options: Any) -> Path:
+        """Write one HTML page of the run, and return its path: see `hookkit.report`."""
+        from hookkit.diagnosis.report_page import report
+
+        return report(self, path, **options)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Record(PlainValue, Reportable):
+    """Hold what one recorder saw: one row per layer, one column per recorded step.
+
+    Arrays are read-only views of those given; to change one, `.copy()` it.
+
+    Args:
+        kind: `"activation"`, `"gradient"` (of outputs) or `"param"` (weights, grads, updates).
+        names: per row the qualified module (or parameter) name, followed by the leaf's path for
+            further leaves of a structured output (`"lstm[1][0]"`).
+        types: per row the module's class name; for a parameter, that of the owning module.
+        steps: (n,) int64, optimizer step of each record, 0-based and increasing; the first one
+            when several are merged.
+        epochs: (n,) int64.
+        iters: (n,) int64, index of the training batch.
+        spans: (n,) int64, how many recorded steps each record merges (1 until the history halves).
+        values: statistic → (n_layers, n) float64, NaN where the layer did not run.
+        hist: (n_layers, n_bins, n) int64 counts, or None.
+        edges: (n_bins + 1,) float64, increasing, may begin and end with −inf and inf. Values that
+            no bin can hold (NaN, Inf) are in `values["nonfinite"]`.
+        meta: what else is needed to read it (sample size, eps, numel of parameters, …).
+
+    Raises:
+        ArgumentError: the parts do not fit together.
+
+    >>> r = Record("activation", ("fc",), ("Linear",), *[np.arange(2)] * 3, np.ones(2, np.int64),
+    ...            {"mean": np.array([[0.5, 1.5]])})
+    >>> r
+    Record(activation: 1 layer × 2 records, steps 0–1, mean)
+    >>> r.value("mean", "fc")
+    array([0.5, 1.5])
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    types: tuple[str, ...]
+    steps: Ints
+    epochs: Ints
+    iters: Ints
+    spans: Ints
+    values: dict[str, Floats]
+    hist: Ints | None = None
+    edges: Floats | None = None
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind not in KINDS:
+            raise ArgumentError(
+                f"Record(kind={self.kind!r}) is not a kind of record. "
+                f"Use {', '.join(map(repr, KINDS))}."
+            )
+        rows, n = len(self.names), len(self.steps)
+        axes = ("epochs", "iters", "spans")
+        fit: dict[str, tuple[Any, Any]] = {"types": (np.shape(self.types), (rows,))}
+        fit |= {axis: (np.shape(getattr(self, axis)), (n,)) for axis in axes}
+        fit |= {f"values[{k!r}]": (np.shape(table), (rows, n)) for k, table in self.values.items()}
+        if self.hist is not None:
+            bins = np.size(self.edges) - 1 if self.edges is not None else np.shape(self.hist)[1]
+            fit["hist"] = np.shape(self.hist), (rows, bins, n)
+        for what, (found, wanted) in fit.items():
+            if found != wanted:
+                raise ArgumentError(
+                    f"Record of {rows} names and {n} steps: {what} has the shape {found}. "
+                    f"Give it the shape {wanted}."
+                )
+
+    def __len__(self) -> int:
+        """Return how many recorded steps, or groups of merged ones, there are."""
+        return len(self.steps)
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """Return `(self,)`, as a Run of this record alone does."""
+        return (self,)
+
+    def layer(self, layer: int | str) -> int:
+        """Return the row of `layer`, an index (negative ones count from the end) or a name.
+
+        Raises:
+            SelectionError: there is no such row; the message has the nearest names.
+        """
+        n = len(self.names)
+        if not n:
+            raise SelectionError(
+                f"layer {layer!r}: nothing has been recorded yet. "
+                f"Train first: learn.fit(1), or your loop inside `with watch(…)`."
+            )
+        if layer in self.names:
+            return self.names.index(str(layer))
+        if isinstance(layer, str):
+            near = nearest(layer, self.names) or list(self.names[:3])
+            raise SelectionError(
+                f'no recorded layer is called "{layer}". Nearest: {_some(near)}. '
+                f"`.names` lists all {n}."
+            )
+        whole = isinstance(layer, (int, np.integer)) and not isinstance(layer, bool)
+        if not whole or not -n <= layer < n:
+            raise SelectionError(
+                f"layer {layer}: {n} layers were recorded. "
+                f"Use an index from {-n} to {n - 1}, or a name: {_some(self.names)}."
+            )
+        return int(layer) % n
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Return per row the name with the module's class, such as `"0 Conv2d"`."""
+        return tuple(label(*row) for row in zip(self.names, self.types, strict=True))
+
+    def value(self, statistic: str, layer: int | str | None = None) -> Floats:
+        """Return one statistic: (n,) float64 of one layer, or (n_layers, n) of all; read-only.
+
+        Raises:
+            SelectionError: the statistic or the layer was not recorded.
+        """
+        if statistic not in self.values:
+            cure = _CURES.get(statistic, "Use one of these.")
+            if statistic in UNIT_STATISTICS and self.kind != "activation":
+                cure = "`ActivationStats(units=True)` records it."
+            raise SelectionError(
+                f'statistic "{statistic}" was not recorded; {_some(self.values)} were. {cure}'
+            )
+        table = self.values[statistic]
+        return table if layer is None else table[self.layer(layer)]
+
+    def __repr__(self) -> str:
+        layers = f"{len(self.names)} layer{'s' * (len(self.names) != 1)}"
+        steps = f", steps {self.steps[0]}–{self.steps[-1]}" if len(self) else ""
+        hist = ", hist" if self.hist is not None else ""
+        records = f"{len(self)} record{'s' * (len(self) != 1)}"
+        what = self.kind + (f", {self.meta['rank']} alone" if "rank" in self.meta else "")
+        return f"Record({what}: {layers} × {records}{steps}, {' '.join(self.values)}{hist})"
+
 
 @dataclass(frozen=True, eq=False)
-class Incident(Plain):
-    """The first NaN or Inf of a run: where it began, when, and what the steps before looked like.
+class Incident(PlainValue):
+    """Tell of the first NaN or Inf of a run: where it began, when, and the steps before it.
 
     Args:
         kind: `"activation"`, `"gradient"`, `"parameter"` or `"loss"`, what was not finite.
@@ -66,34 +301,11 @@ class Incident(Plain):
         return "\n".join([*lines, *([f"  {self.note}"] if self.note else [])])
 
 
-class Views:
-    """Methods of whatever holds a whole run: what is wrong with it, its picture, its page.
-
-    These packages stand above this one, and are imported when a method is called.
-    """
-
-    def diagnose(self) -> Diagnosis:
-        """What is wrong with the run, if anything: see `hookkit.diagnosis.diagnose`."""
-        from hookkit.diagnosis import diagnose
-
-        return diagnose(self)
-
-    def plot(self, **options: Any) -> Figure:
-        """The whole run at a glance, a Figure: see `hookkit.plotting.plot_run`."""
-        from hookkit.plotting import plot_run
-
-        return plot_run(self, **options)
-
-    def report(self, path: str | Path | None = None, **options: Any) -> Path:
-        """Writes one HTML page of the run, and returns its path: see `hookkit.report`."""
-        from hookkit.pages import report
-
-        return report(self, path, **options)
-
-
 @dataclass(frozen=True, repr=False, eq=False)
-class Run(Plain, Exports, Views):
-    """Everything known of one training run: what a diagnosis, a picture or a report reads.
+class Run(PlainValue, Reportable):
+    """Hold everything known of one training: what a diagnosis, a picture or a report reads.
+
+    Arrays are read-only views of those given; to change one, `.copy()` it.
 
     Args:
         activations: of module outputs.
@@ -126,7 +338,7 @@ class Run(Plain, Exports, Views):
 
     @classmethod
     def load(cls, path: str | Path) -> Run:
-        """The run that `save` wrote, equal in every value: to diagnose, draw, report or compare.
+        """Return the run that `save` wrote, equal in every value.
 
         Raises:
             OptionError: the file is not one of `save`'s, or is damaged.
@@ -138,12 +350,12 @@ class Run(Plain, Exports, Views):
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """Those of activations, gradients, params that are there, in this order."""
+        """Return those of activations, gradients, params that are there, in this order."""
         return tuple(r for r in (self.activations, self.gradients, self.params) if r is not None)
 
     @property
     def n_steps(self) -> int:
-        """Optimizer steps made, counted from step 0 of the training; as far as they are known."""
+        """Count the optimizer steps from step 0 of the training, as far as they are known."""
         series = [len(values) for values in (self.losses, self.grad_norms) if values is not None]
         lasts = [int(r.steps[-1]) + 1 for r in self.records if len(r)]
         return max([int(self.info.get("n_steps", 0)), *series, *lasts])
@@ -157,14 +369,15 @@ class Run(Plain, Exports, Views):
         steps, steps and epochs keep their numbers.
 
         Raises:
-            OptionError: they were recorded with other options; or `later` begins anywhere else,
-                such as at a checkpoint before the end of this run: read the two one by one.
+            OptionError: they were recorded with other options, or have other layers; or `later`
+                begins anywhere else, such as at a checkpoint before the end of this run: read the
+                two one by one.
         """
         return Run(**joined_fields(self, as_run(later)))
 
     @property
     def n_epochs(self) -> int:
-        """Epochs that were begun, one more than the greatest number of one."""
+        """Count the epochs that were begun: one more than the greatest number of one."""
         known = [int(row["epoch"]) for row in self.valid if "epoch" in row]
         return max([-1, *known, *(int(r.epochs[-1]) for r in self.records if len(r))]) + 1
 
@@ -174,65 +387,97 @@ class Run(Plain, Exports, Views):
         return f"Run({self.n_steps} steps; {kinds or 'nothing recorded'}{alone})"
 
 
-_RECORDERS = {"activation": "ActivationStats", "gradient": "GradientStats", "param": "ParamStats"}
-
-
 def as_run(source: Any) -> Run:
-    """The `Run` of a Run, Records (one of a kind), a recorder, a Watcher or a Learner.
+    """Return the `Run` of a Run, Records (one of a kind), a recorder, a Watcher or a Learner.
 
     Raises:
         ArgumentError: nothing of this kind can be read from `source`.
     """
-    if isinstance(source, (list, tuple)):
-        by_kind = {SLOTS[r.kind]: r for r in source if isinstance(r, Record)}
-        if not source or len(by_kind) < len(source):
-            raise no_records(source)
-        return Run(**by_kind)  # type: ignore[arg-type]
-    found = read_source(source)
-    return found if isinstance(found, Run) else as_run([found])
+    if isinstance(source, Run):
+        return source
+    records = source if isinstance(source, (list, tuple)) else [source]
+    slots: Any = {SLOTS[r.kind]: r for r in records if isinstance(r, Record)}
+    if slots and len(slots) == len(records):
+        return Run(**slots)
+    for name in () if isinstance(source, type) else ("run_record", "record"):
+        # looked up without __getattr__: a callback also answers with what its learner has, and
+        # would be read as the run of all callbacks
+        if callable(getattr_static(source, name, None)):
+            return as_run(getattr(source, name)())
+    kind = f"the class {source.__name__}" if isinstance(source, type) else type(source).__name__
+    raise ArgumentError(
+        f"{kind} was given, and it holds no records. "
+        "Give a Run, Records (one of each kind), a Watcher, a Learner, or a recorder such as "
+        "ActivationStats; a saved run is read by Run.load(path)."
+    )
 
 
 def by_module(record: Record) -> Record:
-    """`record` with each further output of a module (`lstm[1][0]`) next to its first.
+    """Return `record` with each further output of a module (`lstm[1][0]`) next to its first.
 
     As recorded they come last, as they were found when the modules ran.
     """
     owners = [name.partition("[")[0] for name in record.names]
-    first = {owner: i for i, owner in reversed([*enumerate(owners)])}
-    order = sorted(range(len(owners)), key=lambda i: first[owners[i]])
+    order = sorted(range(len(owners)), key=lambda row: owners.index(owners[row]))
     if record.kind == "param" or order == sorted(order):
         return record
-    by_row = {k: v for k, v in record.meta.items() if isinstance(v, list) and len(v) == len(order)}
+    by_row = {k: x for k, x in record.meta.items() if isinstance(x, list) and len(x) == len(order)}
     return replace(
         record,
         names=tuple(record.names[i] for i in order),
         types=tuple(record.types[i] for i in order),
         values={key: table[order] for key, table in record.values.items()},
         hist=None if record.hist is None else record.hist[order],
-        meta={**record.meta, **{k: [v[i] for i in order] for k, v in by_row.items()}},
+        meta={**record.meta, **{k: [x[i] for i in order] for k, x in by_row.items()}},
     )
 
 
 def in_order(run: Run) -> Run:
-    """`run` with the layers of each record as they follow each other in the model."""
-    activations = None if run.activations is None else by_module(run.activations)
-    gradients = None if run.gradients is None else by_module(run.gradients)
-    return replace(run, activations=activations, gradients=gradients)
+    """Return `run` with the layers of each record as they follow each other in the model."""
+    slots: Any = {SLOTS[r.kind]: by_module(r) for r in run.records}
+    return replace(run, **slots)
 
 
 def as_record(source: Any, *kinds: str) -> Record:
-    """The first Record of one of `kinds` (default: any) in a Record, Run, recorder or driver.
+    """Return the first Record of one of `kinds` (default: any) in a Run, recorder or driver.
 
     Raises:
         ArgumentError: `source` is none of these.
         OptionError: it holds no record of these kinds.
     """
     run = as_run(source)
-    for kind in kinds or SLOTS:
-        if (record := getattr(run, SLOTS[kind])) is not None:
-            return record  # type: ignore[no-any-return]
-    found, wanted = ", ".join(r.kind for r in run.records) or "none", kinds or tuple(SLOTS)
+    found = {r.kind: r for r in run.records}
+    for kind in kinds or KINDS:
+        if kind in found:
+            return found[kind]
+    recorders = dict(zip(KINDS, ("ActivationStats", "GradientStats", "ParamStats"), strict=True))
     raise OptionError(
-        f"a record of kind {' or '.join(wanted)} is needed; recorded: {found}. "
-        f"Train with {' or '.join(f'{_RECORDERS[k]}()' for k in wanted)}."
+        f"a record of kind {' or '.join(kinds or KINDS)} is needed; recorded: "
+        f"{', '.join(found) or 'none'}. "
+        f"Train with {' or '.join(f'{recorders[kind]}()' for kind in kinds or KINDS)}."
     )
+
+
+def grad_norms(params: Record, n_steps: int | None = None) -> Floats:
+    """Return (n_steps,) float64: the norm of all gradients together by step, NaN elsewhere.
+
+    Where steps were merged it is the norm of the parameters' mean norms, at the first step.
+    """
+    table = params.value("grad_norm")
+    last = int(params.steps[-1]) + 1 if len(params) else 0
+    norms = np.full(max(last, n_steps or 0), np.nan)
+    squares, seen = np.nansum(table**2, axis=0), np.isfinite(table).any(axis=0)
+    norms[params.steps] = np.where(seen, np.sqrt(squares), np.nan)
+    return norms[:n_steps]
+
+
+_CURES = {
+    **dict.fromkeys(UNIT_STATISTICS, "Record with `units=True` to have it."),
+    **dict.fromkeys(PARAM_STATISTICS[:4], "`ParamStats` records it."),
+}
+
+
+def _some(names: Any, n: int = 12) -> str:
+    listed = [f'"{name}"' for name in names]
+    more = f" … ({len(listed)})" if len(listed) > n else ""
+    return ", ".join(listed[:n]) + more

@@ -43,7 +43,7 @@ from hookkit.errors import ModelRunError, OptionError, warn
 from hookkit.files import atomic_write
 from hookkit.modules import unwrap
 from hookkit.nested import describe, tmap
-from hookkit.records import Tables, Views
+from hookkit.records import Reportable
 from hookkit.training.data import as_loaders
 from hookkit.training.distributing import distributed, no_log
 from hookkit.training.groups import (
@@ -87,7 +87,7 @@ _OF_A_RUN = ("fitting", "training", "steps_now", "autocast", "_callbacks_scaler"
 """What is reset as a fit, or a pass without one, ends."""
 
 
-class Learner(CallbackRunner, Readable, Tables, Views):
+class Learner(CallbackRunner, Readable, Reportable):
     """Trains a model, and calls callbacks at each event.
 
     Args:

@@ -11,9 +11,9 @@ from hookkit import ranks
 from hookkit.callbacks.callback import Callback
 from hookkit.checks import check_number
 from hookkit.diagnosis import Finding, diagnose
+from hookkit.diagnosis.report_page import picture
 from hookkit.errors import warn
 from hookkit.markup import Output, in_notebook
-from hookkit.pages import picture
 from hookkit.training.readout import run_of
 
 

@@ -14,8 +14,7 @@ from hookkit import ranks
 from hookkit.callbacks.callback import Callback
 from hookkit.modules import class_name, unwrap
 from hookkit.recorders.probes import loss_name
-from hookkit.records import Exports, Record, Run
-from hookkit.records.record import grad_norms
+from hookkit.records import Record, Reportable, Run, grad_norms
 
 
 def gather(runner: Any) -> None:
@@ -103,7 +102,7 @@ class Readable:
 
 def is_recorder(kind: type) -> bool:
     """Whether callbacks of this class hold a record."""
-    return issubclass(kind, Exports) and hasattr(kind, "record")
+    return issubclass(kind, Reportable) and hasattr(kind, "record")
 
 
 def _all(runner: Any) -> list[Callback]:

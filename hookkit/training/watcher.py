@@ -21,7 +21,7 @@ from hookkit.checks import check_callable, check_flag
 from hookkit.errors import HookError, NeverFiredWarning, warn
 from hookkit.hooks.eager import forget_graphs
 from hookkit.recorders import ActivationStats, ParamStats
-from hookkit.records import Exports, Floats, Views
+from hookkit.records import Floats, Reportable
 from hookkit.training import watch_checks as checks
 from hookkit.training.live import ShowHealth
 from hookkit.training.readout import Readable, is_recorder
@@ -99,7 +99,7 @@ def watch(
     return Watcher(model, loop)
 
 
-class Watcher(Readable, Exports, Views):
+class Watcher(Readable, Reportable):
     """What `watch` returns: follows a loop inside the `with`, and reads what was recorded.
 
     Callbacks are found by name: `w.activation_stats`. `start()` and `stop()` do the same as the
