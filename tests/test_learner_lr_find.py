@@ -145,14 +145,14 @@ def test_the_rates_grow_from_one_end_to_the_other_and_all_is_as_before(num_it: i
     assert all(vars(learn)[name] is x or vars(learn)[name] == x for name, x in before.items())
 
 
-def test_batches_without_a_loss_do_not_count() -> None:
+def test_each_rate_is_tried_on_a_batch_that_has_a_loss() -> None:
     def cancel(cb: Any) -> None:
         if cb.learn.iter % 2:
             raise CancelBatchException
 
     found = find(learner(Callback(before_batch=cancel)))
 
-    assert len(found.lrs) == len(found.losses) == 20
+    assert len(found.lrs) == len(found.losses) == 40
 
 
 def test_the_suggestion_trains_and_a_rate_a_thousand_times_off_does_not() -> None:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -48,11 +47,10 @@ class SuggestedLRs:
     losses: Floats = field(repr=False)
 
     def plot(self, *, ax: Any = None) -> Axes:
-        """Draws the loss against the learning rate, and the suggestions; the Axes."""
+        """Draw the loss against the learning rate, and the suggestions; return the Axes."""
         from hookkit.plotting.rates import plot_lr_find
 
-        names = ("valley", "steep", "minimum", "slide")
-        suggested = {name: getattr(self, name) for name in names}
+        suggested = {f.__name__: getattr(self, f.__name__) for f in SUGGESTIONS}
         return plot_lr_find(self.lrs, self.losses, suggested, ax=ax)
 
 
@@ -63,37 +61,55 @@ class LRFinder(Callback):
     run_valid = False
 
     def __init__(self, start_lr: float, end_lr: float, num_it: int, stop_div: bool) -> None:
-        self.start, self.factor = start_lr, (end_lr / start_lr) ** (1 / num_it)
-        self.num_it, self.stop_div, self.n_batches, self.least = num_it, stop_div, 0, math.inf
+        self.rates = [start_lr * (end_lr / start_lr) ** (i / num_it) for i in range(num_it)][::-1]
+        self.stop_div, self.least = stop_div, math.inf
 
     def before_batch(self) -> None:
         """Sets the learning rate of all groups."""
-        lr = self.start * self.factor**self.n_batches
-        set_hyper(self.learn.opt, "lr", [lr] * len(self.learn.opt.param_groups))
+        opt = self.learn.opt
+        set_hyper(opt, "lr", [self.rates.pop()] * len(opt.param_groups))
 
     def after_batch(self) -> None:
-        """Ends the training, if the loss is out of hand or no batch is left to try."""
-        self.n_batches += 1
-        if (loss := self.learn.smooth_loss) is not None:  # sync: one for each batch
+        """Ends the training if the loss is out of hand, or no rate is left to try."""
+        loss = self.learn.smooth_loss  # sync: one for each batch
+        if loss is not None:
             self.least = min(self.least, loss)
             if not math.isfinite(loss) or (self.stop_div and loss > 4 * self.least):
                 raise CancelFitException
-        if self.n_batches >= self.num_it:
+        if not self.rates:
             raise CancelFitException
 
     def before_validate(self) -> None:
-        """There is no validation."""
+        """Leaves validation out."""
         raise CancelValidException
 
 
-def find_lr(learn: Any, *args: Any) -> SuggestedLRs:
-    """What `Learner.lr_find` does, without its picture."""
+def find_lr(
+    learn: Any, start_lr: float, end_lr: float, num_it: int, stop_div: bool
+) -> SuggestedLRs:
+    """Return what `Learner.lr_find` does, and put back all that its training changes."""
     learn._check_idle("lr_find was called")
     if learn.accelerator is not None:  # each rank would stop at another batch
         raise OptionError("lr_find: call it before `with learn.distrib_ctx()`, not inside.")
-    num_it = args[2]
-    with _as_before(learn) as recorder:
-        learn.fit(num_it, cbs=[recorder, LRFinder(*args)])  # an epoch has one batch at least
+    before, recorder = dict(vars(learn)), Recorder()
+    finder = LRFinder(start_lr, end_lr, num_it, stop_div)
+    silent = (HookCallback, Recorder, ProgressCallback)  # what records, saves, schedules or shows
+    off = [
+        c for c in learn.cbs if c._only_train_loop or isinstance(c, silent) or is_recorder(type(c))
+    ]
+    with ExitStack() as undo:
+        undo.callback(vars(learn).update, before)
+        undo.callback(vars(learn).clear)
+        for part in (learn.opt, learn.loss_func):
+            if hasattr(part, "state_dict"):
+                undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
+        learn.probes = type(learn.probes)()
+        undo.enter_context(generators_kept(*learn.dls or ()))
+        undo.enter_context(untouched(learn.model, params=True, observers=True))
+        undo.enter_context(learn.removed_cbs(off))
+        undo.enter_context(learn.no_logging())
+        learn.fit(num_it, cbs=[recorder, finder])  # an epoch has one batch at least
+
     lrs, losses = np.array(recorder.lrs), np.array(recorder.losses)
     known, usual = np.isfinite(losses), slice(num_it // 10, -5)
     middle, there = losses[usual][known[usual]], lrs[usual][known[usual]]
@@ -103,37 +119,8 @@ def find_lr(learn: Any, *args: Any) -> SuggestedLRs:
             f"is nothing to suggest. Give a smaller start_lr or end_lr, or a larger num_it; if the "
             f"losses of batches differ much, stop_div=False."
         )
-    found = {f.__name__: f(there, middle) for f in (valley, steep, minimum, slide)}
+    found = {f.__name__: f(there, middle) for f in SUGGESTIONS}
     return SuggestedLRs(**found, lrs=lrs[known], losses=losses[known])
-
-
-@contextmanager
-def _as_before(learn: Any) -> Iterator[Recorder]:
-    """Put back at the end all that a fit changes; give the one Recorder that may run."""
-    before = dict(vars(learn))
-    parts = [x for x in (learn.opt, learn.loss_func) if hasattr(x, "state_dict")]
-    states = [(part, copy.deepcopy(part.state_dict())) for part in parts]
-    quiet = [cb for cb in learn.cbs if _observes(cb)]
-    learn.probes = type(learn.probes)()
-    try:
-        with (
-            generators_kept(*learn.dls or ()),
-            untouched(learn.model, params=True, observers=True),
-            learn.removed_cbs(quiet),
-            learn.no_logging(),
-        ):
-            yield Recorder()
-    finally:
-        vars(learn).clear()
-        vars(learn).update(before)
-        for part, state in states:
-            part.load_state_dict(state)
-
-
-def _observes(cb: Callback) -> bool:
-    """Whether `cb` records, saves, schedules or shows, so that it does not run."""
-    observers = (HookCallback, Recorder, ProgressCallback)
-    return cb._only_train_loop or isinstance(cb, observers) or is_recorder(type(cb))
 
 
 # --- suggestions, of learning rates and losses, as fastai 2.8 makes them
@@ -161,9 +148,12 @@ def minimum(lrs: Floats, losses: Floats) -> float:
 
 
 def slide(lrs: Floats, losses: Floats, width: int = 15, least: float = 0.005) -> float:
-    """Return where the slope stops to differ from that `width` batches later, from the end."""
+    """Return where the slope stops to differ from the slope `width` batches later, from the end."""
     slopes, left = np.gradient(losses), len(losses) - 1 - width
     found = max(left, 0)
     while left >= 0 and abs(slopes[left + width] - slopes[left]) > least:
         found, left = left, left - 1
     return float(lrs[found])
+
+
+SUGGESTIONS = (valley, steep, minimum, slide)
