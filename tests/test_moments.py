@@ -18,7 +18,7 @@ from hookkit.recorders.moments import (
     plain,
     statistics as statistics_of,
 )
-from hookkit.recorders.running_stats import Options, Tally
+from hookkit.recorders.running_stats import Options, RunningStats
 from hookkit.recorders.to_record import record_of
 
 
@@ -68,12 +68,12 @@ def test_numpy_and_tensor_operations_give_the_row_of_the_definition(name: str) -
 
 def test_numpy_that_raises_at_underflow_does_not_make_a_recorder_raise() -> None:
     x = torch.tensor([1e-30, 1.0, 1e30, math.nan, math.inf])
-    stats = Tally("activation", Options(bins=LogBins(), units=True))
+    stats = RunningStats("activation", Options(bins=LogBins(), units=True))
 
     with np.errstate(all="raise"):
         for values in (x, x[:2], x.double() ** 5, x[:2].double() ** 10):
-            stats.see(stats.row("act", "Sigmoid"), 0, "", values)
-        stats.commit(0, 0, 0)
+            stats.update(stats.row("act", "Sigmoid"), 0, "", values)
+        stats.end_step(0, 0, 0)
         record = record_of(stats)
 
     assert record.value("nonfinite").item() == 4

@@ -11,7 +11,7 @@ from torch import nn
 
 from hookkit.recorders import ActivationStats, GradientStats, running_stats as tally
 from hookkit.recorders.bins import LogBins
-from hookkit.recorders.running_stats import Options, Tally
+from hookkit.recorders.running_stats import Options, RunningStats
 from hookkit.recorders.to_record import record_of
 from hookkit.recorders.unit_stats import WINDOW, channel_dim
 from hookkit.training import watch
@@ -23,11 +23,11 @@ ALL = Options(bins=LogBins(), units=True)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A CPU's tensors are read as there, or as those of a device without Triton."""
     if request.param != "numpy":
-        monkeypatch.setattr(Tally, "_entry", lambda self, x, *a: on_device(self, x, *a))
+        monkeypatch.setattr(RunningStats, "_entry", lambda self, x, *a: on_device(self, x, *a))
     return str(request.param)
 
 
-def on_device(stats: Tally, x: Any, *a: Any) -> Any:
+def on_device(stats: RunningStats, x: Any, *a: Any) -> Any:
     return stats._entry_on_device(torch.from_numpy(np.ascontiguousarray(x)), *a)
 
 
@@ -38,11 +38,11 @@ def outputs(n: int = 40) -> list[list[torch.Tensor]]:
     return steps
 
 
-def filled(stats: Tally, steps: list[list[torch.Tensor]], first: int = 0) -> Tally:
+def filled(stats: RunningStats, steps: list[list[torch.Tensor]], first: int = 0) -> RunningStats:
     for step, tensors in enumerate(steps, first):
         for i, t in enumerate(tensors):
-            stats.see(stats.row(f"fc{i}", "ReLU"), 0, "", t)
-        stats.commit(step, step // 10, step)
+            stats.update(stats.row(f"fc{i}", "ReLU"), 0, "", t)
+        stats.end_step(step, step // 10, step)
     return stats
 
 
@@ -50,7 +50,7 @@ def filled(stats: Tally, steps: list[list[torch.Tensor]], first: int = 0) -> Tal
 def test_each_record_is_that_of_its_tensors() -> None:
     steps = outputs()
 
-    record = record_of(filled(Tally("activation", ALL), steps))
+    record = record_of(filled(RunningStats("activation", ALL), steps))
 
     for i in range(2):
         x = torch.stack([tensors[i] for tensors in steps]).double().flatten(1)
@@ -69,20 +69,20 @@ def test_each_record_is_that_of_its_tensors() -> None:
 
 @pytest.mark.usefixtures("engine")
 def test_calls_and_batches_of_a_step_merge_and_others_leave_nothing() -> None:
-    stats, whole = Tally("activation", ALL), Tally("activation", ALL)
+    stats, whole = RunningStats("activation", ALL), RunningStats("activation", ALL)
     x = torch.randn(12, 5, generator=torch.Generator().manual_seed(1))
     row = stats.row("fc", "ReLU")
 
-    stats.see(row, 0, "", 100 * x)
-    stats.drop()  # a cancelled batch
-    stats.see(row, 0, "", x[:4])
-    stats.fold()
-    stats.see(row, 0, "", x[4:8])
-    stats.see(row, 0, "", x[8:])
-    stats.commit(0, 0, 0)
-    stats.see(row, 0, "", 100 * x)
-    stats.fold()
-    stats.forget()  # a skipped step
+    stats.update(row, 0, "", 100 * x)
+    stats.discard_batch()  # a cancelled batch
+    stats.update(row, 0, "", x[:4])
+    stats.end_batch()
+    stats.update(row, 0, "", x[4:8])
+    stats.update(row, 0, "", x[8:])
+    stats.end_step(0, 0, 0)
+    stats.update(row, 0, "", 100 * x)
+    stats.end_batch()
+    stats.discard_step()  # a skipped step
     filled(whole, [[x]])
 
     got, want = record_of(stats), record_of(whole)
@@ -94,24 +94,24 @@ def test_calls_and_batches_of_a_step_merge_and_others_leave_nothing() -> None:
 
 @pytest.mark.usefixtures("engine")
 def test_a_batch_that_is_kept_only_if_it_is_finite() -> None:
-    stats = Tally("gradient")
+    stats = RunningStats("gradient")
     row = stats.row("fc", "Linear")
     for bad in (True, False):
-        stats.see(row, 0, "", torch.tensor([1.0, math.inf if bad else 2.0]))
-        stats.fold(finite_only=True)
-    stats.commit(0, 0, 0)
+        stats.update(row, 0, "", torch.tensor([1.0, math.inf if bad else 2.0]))
+        stats.end_batch(finite_only=True)
+    stats.end_step(0, 0, 0)
 
     assert record_of(stats).value("count").tolist() == [[2]]
 
 
 def test_rows_may_come_later_and_further_tensors_of_a_layer_have_their_own() -> None:
-    stats = Tally("activation")
+    stats = RunningStats("activation")
     for step in range(4):
         row = stats.row("lstm", "LSTM")
-        stats.see(row, 0, "[0]", torch.ones(2))
+        stats.update(row, 0, "[0]", torch.ones(2))
         if step == 2:
-            stats.see(row, 1, "[1][0]", torch.zeros(3))
-        stats.commit(step, 0, step)
+            stats.update(row, 1, "[1][0]", torch.zeros(3))
+        stats.end_step(step, 0, step)
 
     record = record_of(stats)
     assert record.names == ("lstm", "lstm[1][0]")
@@ -122,7 +122,7 @@ def test_rows_may_come_later_and_further_tensors_of_a_layer_have_their_own() -> 
 
 def test_it_continues_after_a_pickle() -> None:
     steps = outputs()
-    stats = filled(Tally("activation", ALL), steps[:25])
+    stats = filled(RunningStats("activation", ALL), steps[:25])
 
     again = filled(pickle.loads(pickle.dumps(stats)), steps[25:], 25)
 
@@ -134,15 +134,15 @@ def test_it_continues_after_a_pickle() -> None:
 
 @pytest.mark.usefixtures("engine")
 def test_a_unit_is_dead_if_it_was_never_above_0_over_the_window() -> None:
-    stats = Tally("activation", ALL)
+    stats = RunningStats("activation", ALL)
     row = stats.row("act", "ReLU")
     g = torch.Generator().manual_seed(0)
     seen = []
     for step in range(3 * WINDOW):
         x = torch.randn(3, 7, generator=g).relu() * (torch.rand(7, generator=g) > 0.97)
         seen.append(x.amax(0))
-        stats.see(row, 0, "", x)
-        stats.commit(step, 0, step)
+        stats.update(row, 0, "", x)
+        stats.end_step(step, 0, step)
 
     dead, half = record_of(stats).value("dead", 0), WINDOW // 2
     for step in range(3 * WINDOW):
@@ -153,14 +153,14 @@ def test_a_unit_is_dead_if_it_was_never_above_0_over_the_window() -> None:
 
 @pytest.mark.usefixtures("engine")
 def test_calls_without_values_leave_units_as_they_are() -> None:
-    stats = Tally("activation", ALL)
+    stats = RunningStats("activation", ALL)
     x = torch.tensor([[0.0, 1.0, 0.5], [0.5, 0.0, 0.0]])
     for step, calls in enumerate(([x, x[:0]], [x[:0], x], [x[:0], x[:0]])):
         for kind in ("ReLU", "Sigmoid"):  # an expert that gets no tokens
             for t in calls:
-                stats.see(stats.row(kind, kind), 0, "", t if kind == "Sigmoid" else -t)
-                stats.fold()
-        stats.commit(step, 0, step)
+                stats.update(stats.row(kind, kind), 0, "", t if kind == "Sigmoid" else -t)
+                stats.end_batch()
+        stats.end_step(step, 0, step)
 
     record = record_of(stats)
     assert record.value("saturated").tolist()[1][:2] == [4 / 6, 4 / 6]
@@ -177,10 +177,10 @@ def test_dead_units_of_large_tensors_are_exact(shape: tuple[int, ...]) -> None:
     alive = torch.zeros(40, dtype=torch.bool)
     alive[::3] = True
     x = torch.where(alive.view([-1 if d == dim else 1 for d in range(x.ndim)]), x.abs(), -x.abs())
-    stats = Tally("activation", ALL)
+    stats = RunningStats("activation", ALL)
     stats.consumers = {"fc": "ReLU"}
-    stats.see(stats.row("fc", kind), 0, "", x)
-    stats.commit(0, 0, 0)
+    stats.update(stats.row("fc", kind), 0, "", x)
+    stats.end_step(0, 0, 0)
 
     assert stats.dead("fc").tolist() == (~alive).tolist()
 
@@ -202,13 +202,13 @@ def test_channels_are_those_of_the_layer_before_as_the_graph_shows() -> None:
 
 
 def test_of_many_calls_on_a_device_a_bounded_number_is_sampled(engine: str) -> None:
-    stats = Tally("activation", ALL)
+    stats = RunningStats("activation", ALL)
     row = stats.row("cell", "RNNCell")
     for _ in range(200):
-        stats.see(row, 0, "", torch.ones(2, 3))
+        stats.update(row, 0, "", torch.ones(2, 3))
     if engine != "numpy":
         assert len(stats._batch[row].counts) == tally._MOST_SAMPLES
-    stats.commit(0, 0, 0)
+    stats.end_step(0, 0, 0)
 
     assert record_of(stats).value("count").tolist() == [[1200]]
 
@@ -257,10 +257,10 @@ def test_units_are_not_guessed_where_nothing_shows_them() -> None:
 
 @pytest.mark.usefixtures("engine")
 def test_units_of_float64_beyond_float32_are_judged_without_a_warning() -> None:
-    stats = Tally("activation", ALL)
+    stats = RunningStats("activation", ALL)
     x = torch.tensor([[1e-60, 0.0, 1e300, -1e300, math.nan]] * 2, dtype=torch.float64)
-    stats.see(stats.row("act", "ReLU"), 0, "", x)
-    stats.commit(0, 0, 0)
+    stats.update(stats.row("act", "ReLU"), 0, "", x)
+    stats.end_step(0, 0, 0)
 
     assert stats.dead("act").tolist() == [False, True, False, True, False]
     assert record_of(stats).hist.sum() == 8  # type: ignore[union-attr]
@@ -269,13 +269,13 @@ def test_units_of_float64_beyond_float32_are_judged_without_a_warning() -> None:
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint16, torch.float8_e5m2])
 @pytest.mark.parametrize("on_a_device", [False, True])
 def test_values_without_arithmetic_are_counted(dtype: torch.dtype, on_a_device: bool) -> None:
-    stats = Tally("activation", ALL)
+    stats = RunningStats("activation", ALL)
     row, x = stats.row("act", "Sigmoid"), torch.tensor([[0.0, 1.0], [0.0, 1.0]]).to(dtype)
     if on_a_device:
         stats._batch[row] = stats._entry_on_device(x, row, 1)
     else:
-        stats.see(row, 0, "", x)
-    stats.commit(0, 0, 0)
+        stats.update(row, 0, "", x)
+    stats.end_step(0, 0, 0)
 
     record = record_of(stats)
     assert record.value("mean", "act") == [0.5]
@@ -300,7 +300,7 @@ def test_the_size_of_what_a_layer_is_given_is_that_of_all_its_calls_in_the_first
 
 
 def test_inputs_without_floats_have_no_size():
-    tally = Tally("activation")
+    tally = RunningStats("activation")
 
     for args in ((), (torch.ones(3, dtype=torch.long),), (torch.ones(0),)):
         tally.see_inputs(0, (args, {}))

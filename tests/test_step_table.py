@@ -10,7 +10,7 @@ import torch
 
 from hookkit.recorders import step_table
 from hookkit.recorders.moments import array_row
-from hookkit.recorders.running_stats import Tally
+from hookkit.recorders.running_stats import RunningStats
 from hookkit.recorders.step_table import MOMENTS, StepTable, sums
 
 
@@ -51,14 +51,14 @@ def test_memory_is_bounded_for_two_small_layers_and_many_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(step_table, "LIMIT", 2**18)
-    stats, x = Tally("activation"), torch.ones(2)
+    stats, x = RunningStats("activation"), torch.ones(2)
     rows = [stats.row(f"fc{i}", "Linear") for i in range(2)]
 
     def train(n: int) -> None:
         for _ in range(n):
             for row in rows:
-                stats.see(row, 0, "", x)
-            stats.commit(stats.n_records, 0, stats.n_records)
+                stats.update(row, 0, "", x)
+            stats.end_step(stats.n_records, 0, stats.n_records)
 
     train(2000)
     tracemalloc.start()

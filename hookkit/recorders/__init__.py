@@ -1,17 +1,17 @@
 """What every layer does while the model trains: `ActivationStats`, `GradientStats`, `ParamStats`.
 
 Recorders:
+step_recorder   `StepRecorder`, the base: which steps are recorded, reading, merging over ranks.
 layer_stats     `ActivationStats`, `GradientStats`, and the checks of their options.
+stats_list      `StatsList`: a record as nested lists, as fastai's.
 param_stats     `ParamStats`: how large weights, gradients and updates are, for any optimizer.
 flight          `FlightRecorder`: which module made the first NaN or Inf, and what came before.
-step_recorder   `StatsCallback`: from a layer's hook to the record of a step.
-stats_list      `LayerStats`: how recorded layers are read, by name, as a tensor, as pictures.
 
 What they are made of:
 layer_hooks     What recorders' hooks do at a call of a layer: they show tensors to a target.
-running_stats   `Tally`: takes tensors from hooks, closes records at steps.
+running_stats   `RunningStats`: takes tensors from hooks, ends steps.
 step_table      `StepTable`: numbers by step in bounded memory; halved when it is full.
-to_record       From a tally to a `Record`, of this process or of all ranks.
+to_record       From running statistics to a `Record`, of this process or of all ranks.
 parameters      The parameters of a model by name, and those that a step left alone.
 param_norms     Norms of parameters, of their gradients and of what a step has changed.
 
@@ -31,9 +31,9 @@ layer_graph     Which activation reads each layer, the order of weights, weights
 """
 
 from hookkit.recorders.flight import FlightRecorder
-from hookkit.recorders.layer_stats import ActivationStats, GradientStats
+from hookkit.recorders.layer_stats import ActivationStats, GradientStats, LayerStats
 from hookkit.recorders.param_stats import ParamStats
-from hookkit.recorders.stats_list import LayerStats, StatsList
+from hookkit.recorders.stats_list import StatsList
 
 __all__ = [
     "ActivationStats",

@@ -198,12 +198,12 @@ class FlightRecorder(HookCallback):
         """Takes the norms of the loss and the gradients, and asks whether all are finite."""
         batch, self._noted = self._memory.batches[-1], True
         if isinstance(self.learn.loss, Tensor):
-            self._memory.see(self._memory.row(_LOSS), 0, "", self.learn.loss)
+            self._memory.update(self._memory.row(_LOSS), 0, "", self.learn.loss)
         if grads and self.learn.step_scaler is None:  # a GradScaler skips steps that overflow
-            self._note_part(p for p in self.learn.model.parameters())
+            self._read_gradients(p for p in self.learn.model.parameters())
         batch.ask()
 
-    def _note_part(self, owned: Iterable[nn.Parameter]) -> None:
+    def _read_gradients(self, owned: Iterable[nn.Parameter]) -> None:
         """Takes the norms of gradients that an optimizer has used, before they are reset."""
         if self.recording:
             norms, grads = grad_norms_by_id(owned), self._memory.batches[-1].grads
@@ -297,7 +297,7 @@ class Memory:
             self.names.append(name)
         return self.names.index(name)
 
-    def see(self, row: int, leaf: int, path: str, t: Tensor) -> None:
+    def update(self, row: int, leaf: int, path: str, t: Tensor) -> None:
         """Adds a tensor to the norm of a layer, which may run several times in a batch."""
         if torch.compiler.is_compiling():
             show_traced(self, row, leaf, path, t)

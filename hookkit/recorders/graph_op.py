@@ -48,7 +48,7 @@ _library.define(
 def _observe(t: Tensor, token: Tensor, receiver: int, row: int, leaf: int, path: str) -> None:
     known = _receivers.get(receiver)
     if known is not None and in_thread(known.thread):
-        known.see(row, leaf, path, t)
+        known.update(row, leaf, path, t)
 
 
 _library.impl("observe", _observe, "CompositeExplicitAutograd")

@@ -1,9 +1,9 @@
 """What recorders put on a layer: hooks that show its tensors to their switch's target.
 
-The target is a `Tally`, or the norms of the flight recorder: it has `see(row, leaf, path, t)`.
-One hook serves training and validation, since it finds the target in the switch. Which calls count
-is in `_counts`; of a layer that is called on its own, after the model has returned, in
-`_makes_loss`.
+The target is a `RunningStats`, or the norms of the flight recorder: it has `update(row, leaf,
+path, t)`. One hook serves training and validation, since it finds the target in the switch.
+`_counts` decides which calls are recorded; `_makes_loss` decides for layers that are called on
+their own, after the model's forward.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def see_outputs(
             inputs = tmap(Tensor.detach, Inputs(args, kwargs))
             seen = called(function, module, inputs, tmap(Tensor.detach, seen))
         if isinstance(seen, Tensor):  # most calls
-            switch.target.see(row, 0, "", seen)
+            switch.target.update(row, 0, "", seen)
         else:
             _show(switch, row, seen)
 
@@ -79,7 +79,7 @@ def see_gradients(
     """
 
     def received(i: int, grad: Tensor) -> None:
-        switch.target.see(row, 0, "", grad)
+        switch.target.update(row, 0, "", grad)
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         # a checkpoint that runs again counts: the gradients come from that forward
@@ -92,7 +92,7 @@ def see_gradients(
         paths = [path for path, _ in named_leaves(part)]
 
         def received_part(i: int, grad: Tensor) -> None:
-            switch.target.see(row, i, paths[i], grad)
+            switch.target.update(row, i, paths[i], grad)
 
         receive = received_part if is_compiling() else _of_the_loss(switch, received_part)
         new = listen_output(module, args, kwargs, part, receive)
@@ -177,7 +177,7 @@ def _part(output: Any, leaf: str, switch: RecordSwitch, module: nn.Module) -> An
 def _show(switch: RecordSwitch, row: int, seen: Any) -> None:
     """Shows the switch's target every tensor in `seen`."""
     for leaf, (path, t) in enumerate(named_leaves(seen)):
-        switch.target.see(row, leaf, path, t)
+        switch.target.update(row, leaf, path, t)
 
 
 def _counts(thread: int | None, module: nn.Module, again: bool = False) -> bool:

@@ -18,8 +18,8 @@ from hookkit.callbacks.callback import Callback
 from hookkit.checks import check_number
 from hookkit.recorders.param_norms import WeightCopies, arriving, grad_norms_by_id, local_values
 from hookkit.recorders.parameters import Turns, idle_parameters, named_parameters
+from hookkit.recorders.step_recorder import from_all_ranks
 from hookkit.recorders.step_table import Numbers, StepTable, sums
-from hookkit.recorders.to_record import of_all_ranks
 from hookkit.records import Record, Reportable, grad_norms
 
 _FIELDS = ("weight", "grad", "update", "ratio", "bad", "n", "n_grad", "lr", "n_lr")
@@ -181,7 +181,7 @@ class ParamStats(Reportable, Callback):
                 by_device.setdefault(norm.device, {})[name] = norm
         return [(list(some), torch.stack([*some.values()])[None]) for some in by_device.values()]
 
-    def _note_part(self, owned: list[nn.Parameter]) -> None:
+    def _read_gradients(self, owned: list[nn.Parameter]) -> None:
         """Measures the gradients that one optimizer of several has used, before they are reset."""
         if self._live:
             self._parts |= grad_norms_by_id(owned)
@@ -230,7 +230,7 @@ class ParamStats(Reportable, Callback):
         own = self._table()
         places = [tuple(place) for place in self.table.places().tolist()]
         facts = {"steps": places, "options": self.names, "table": own}
-        parts = of_all_ranks("params", facts)
+        parts = from_all_ranks("params", facts)
         sharded = np.array([facts["sharded"] for facts in self._facts.values()], bool)
         count = np.maximum(own[:, sharded, 5:6], 1)
         shards = np.stack([part["table"][:, sharded] for part in parts])

@@ -1,4 +1,4 @@
-"""`Tally`: statistics of named tensors over steps: batch → step → `StepTable`.
+"""`RunningStats`: statistics of named tensors over steps: batch → step → `StepTable`.
 
 A hook calls `see` for each tensor, and its row goes into the dict of the current batch. Events only
 move dicts: `drop` forgets the batch, `fold` keeps it for its step, `forget` drops the step too,
@@ -83,7 +83,7 @@ def merged(a: Entry, b: Entry) -> Entry:
 Entries = dict[int, Entry]
 
 
-class Tally:
+class RunningStats:
     """Statistics of named tensors over steps, in bounded memory.
 
     Args:
@@ -101,11 +101,11 @@ class Tally:
         n_records: how many records were made.
         table: the records, whose fields are "moments", "hist" and "units".
 
-    >>> stats = Tally("activation")
+    >>> stats = RunningStats("activation")
     >>> row = stats.row("fc", "Linear")
     >>> for step in range(3):
-    ...     stats.see(row, 0, "", torch.full((4, 2), float(step)))
-    ...     stats.commit(step, epoch=0, iteration=step)
+    ...     stats.update(row, 0, "", torch.full((4, 2), float(step)))
+    ...     stats.end_step(step, epoch=0, iteration=step)
     >>> stats.tables()["moments"][:, 0, 2].tolist()
     [0.0, 1.0, 2.0]
     """
@@ -151,7 +151,7 @@ class Tally:
 
     # --- the current batch
 
-    def see(self, row: int, leaf: int, path: str, t: Tensor) -> None:
+    def update(self, row: int, leaf: int, path: str, t: Tensor) -> None:
         """Records `t`, leaf number `leaf` (called `path`) of what the layer in `row` gave.
 
         Costs one read of `t`; returns at once on a GPU. In `torch.compile` one operation.
@@ -238,21 +238,21 @@ class Tally:
 
     # --- steps
 
-    def drop(self) -> None:
+    def discard_batch(self) -> None:
         """Forgets the batch."""
         self._batch = {}
 
-    def fold(self, *, finite_only: bool = False) -> None:
+    def end_batch(self, *, finite_only: bool = False) -> None:
         """Keeps the batch for its step; with `finite_only` only if all of its values are finite."""
         if not (finite_only and any(_bad(entry) for entry in self._batch.values())):
             self._step = _together(self._step, self._batch)
         self._batch = {}
 
-    def forget(self) -> None:
+    def discard_step(self) -> None:
         """Forgets everything since the last `commit`."""
         self._step, self._batch = {}, {}
 
-    def commit(self, step: int, epoch: int, iteration: int) -> None:
+    def end_step(self, step: int, epoch: int, iteration: int) -> None:
         """Ends the step: all that was seen since the last commit is its record."""
         n, entries = self.n_records, _together(self._step, self._batch)
         read: Any = lambda: entries  # noqa: E731

@@ -1,7 +1,4 @@
-"""How recorded layers are read: as fastai's statistics, as v1's tensor, as pictures.
-
-`LayerStats` is the base of `ActivationStats` and `GradientStats`. All of it reads `record()`.
-"""
+"""`StatsList`: a record as nested lists, as fastai's `stats`, and as the tensor of fastai v1."""
 
 from __future__ import annotations
 
@@ -12,10 +9,8 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor
 
-from hookkit.errors import OptionError, SelectionError, nearest, warn
-from hookkit.recorders.step_recorder import StatsCallback
-from hookkit.recorders.to_record import is_clamped
-from hookkit.records import Record, Reportable
+from hookkit.errors import SelectionError, nearest
+from hookkit.records import Record
 
 
 class StatsList(L):  # type: ignore[misc]
@@ -61,129 +56,8 @@ class StatsList(L):  # type: ignore[misc]
         printer.text(repr(self))
 
 
-class LayerStats(Reportable, StatsCallback):
-    """How recorded layers are read; the base of `ActivationStats` and `GradientStats`."""
-
-    _listed: tuple[Record, StatsList] | None = None
-
-    @property
-    def stats(self) -> StatsList:
-        """Everything recorded, as in fastai, such as `stats[batch][layer]["mean"]`.
-
-        One entry per record and hooked module, in the order of `names`; NaN where a module did
-        not run. All statistics of `record()` are there, and "hist", a (bins,) float tensor, if
-        histograms were recorded. A module that gives several tensors shows the first here; the
-        others are rows of their own in `record()`, called as `lstm[1][0]`.
-        """
-        record = self.record()
-        if self._listed is None or self._listed[0] is not record:
-            self._listed = record, _listed(record, self._rows(record))
-        return self._listed[1]
-
-    def _rows(self, record: Record) -> list[int]:
-        return [record.layer(name) for name in self.names]
-
-    def _row(self, layer: int | str) -> int:
-        """The row of a module's number in `names`, or of a row's name."""
-        record, n = self.record(), len(self.names)
-        if isinstance(layer, (int, np.integer)) and not isinstance(layer, bool) and -n <= layer < n:
-            return record.layer(self.names[layer])
-        return record.layer(layer)  # a name; or it raises
-
-    def layer_stats(self, layer: int | str) -> L:
-        """Return an `L` of one layer's means, stds and shares near zero over the records."""
-        record, row = self.record(), self._row(layer)
-        return L(L(record.value(s, row).tolist()) for s in ("mean", "std", "near_zero"))
-
-    def hist(self, layer: int | str) -> Tensor:
-        """(bins, n_records) float32: log(1 + count) of the values of one layer in each bin.
-
-        Raises:
-            OptionError: no histogram was recorded.
-        """
-        hist = self._with_hist().hist
-        assert hist is not None
-        return torch.from_numpy(np.log1p(hist[self._row(layer)])).float()
-
-    def _with_hist(self) -> Record:
-        record = self.record()
-        if record.hist is None:
-            who = type(self).__name__
-            raise OptionError(f"{who} recorded no histogram. Make it with {who}(with_hist=True).")
-        return record
-
-    def tensor(self) -> Tensor:
-        """(2, n_modules, n_records) float32: means and stds, fastai v1's `stats`."""
-        return self.stats.tensor()
-
-    def dead_units(self, layer: int | str) -> list[int]:
-        """Indices of the units of one layer that were never above 0 over the last records.
-
-        Raises:
-            OptionError: units were not recorded.
-        """
-        if not self.tally.options.units:
-            who = type(self).__name__ if self.is_forward else "ActivationStats"
-            raise OptionError(
-                f"{type(self).__name__} did not count dead units. Make it with {who}(units=True)."
-            )
-        row = self._row(layer)
-        name, kind = self.record().names[row], self.record().types[row]
-        dead = self.tally.dead(name)
-        if dead is None or not is_clamped(self.tally.consumers, name, kind):
-            warn(
-                f'dead units of "{name}" cannot be listed: it did not run; or it is no ReLU, and '
-                f"none alone reads it; or PyTorch does not show which layer is before it. Record "
-                f"that layer too, or look at another one: `.names` lists all.",
-            )
-            return []
-        units: list[int] = np.flatnonzero(dead).tolist()
-        return units
-
-    def color_dim(
-        self,
-        layer: int | str | None = None,
-        figsize: Any = None,
-        ax: Any = None,
-    ) -> Any:
-        """The colorful dimension of one layer, or of all: `plotting.color_dim`.
-
-        Args:
-            layer: a number in `names`, or a name; None draws the first 24 layers.
-            figsize: width and height in inches; default (10, 5), or what the grid needs.
-            ax: where to draw the one layer.
-
-        Returns:
-            The Axes of one layer, or the Figure of all.
-
-        Raises:
-            OptionError: no histogram was recorded, or `ax` was given for all layers.
-        """
-        record = self._with_hist()  # before matplotlib is imported
-
-        from hookkit import plotting
-        from hookkit.plotting.figures import new_axes, new_figure
-
-        if layer is None:
-            figure = None if figsize is None or ax is not None else new_figure(None, *figsize)
-            return plotting.color_dim(record, ax=ax, fig=figure)
-        row = self._row(layer)  # before a figure is made
-        if ax is None:
-            ax = new_axes(None, *(figsize or (10, 5)))
-        return plotting.color_dim(record, layer=row, ax=ax)
-
-    def plot_layer_stats(self, layer: int | str) -> Any:
-        """Mean, std and share near zero of one layer over steps: `plotting.plot_layer_stats`."""
-        from hookkit import plotting
-
-        return plotting.plot_layer_stats(self.record(), self._row(layer))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self.tally.names)} layers × {len(self.tally.table)})"
-
-
-def _listed(record: Record, rows: list[int]) -> StatsList:
-    """`rows` of `record`, as a list of its steps."""
+def list_stats(record: Record, rows: list[int]) -> StatsList:
+    """Return `rows` of `record` as a list of its steps."""
     tables = {name: table[rows].T.tolist() for name, table in record.values.items()}
     stats, names = StatsList(), tuple(record.names[row] for row in rows)
     for i in range(len(record)):

@@ -1,214 +1,206 @@
-"""`StatsCallback`: what the recorders of tensors share, from a layer's hook to the step's record.
+"""`StepRecorder`: the base of the callbacks that make one `Record` of a training, step by step.
 
-`HookCallback` registers and removes the hooks; they stay registered and do nothing while their
-switch is off, so that a compiled model need not be compiled again. A `Tally` keeps the numbers. The
-step axis is the optimizer step: what several batches of one step gave is merged, and a batch that
-was cancelled, or whose step was skipped, records nothing.
+Here is decided which optimizer steps are recorded, and here a record is read, kept until more is
+recorded, and merged over ranks. `LayerStats` records tensors in hooks, `ParamStats` reads the
+parameters around a step; both write to a `StepTable`.
 """
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
 from hookkit import ranks
-from hookkit.callbacks.hook_callback import HookCallback
-from hookkit.devices import widened
-from hookkit.errors import warn
-from hookkit.modules import class_name
-from hookkit.recorders.layer_hooks import see_gradients, see_outputs
-from hookkit.recorders.parameters import Turns
-from hookkit.recorders.running_stats import Options, Tally
-from hookkit.recorders.to_record import gathered, record_of
-from hookkit.records import Record
+from hookkit.callbacks.callback import Callback
+from hookkit.checks import check_number
+from hookkit.errors import HookError, OptionError, warn
+from hookkit.recorders.step_table import StepTable
+from hookkit.records import Record, Reportable
+
+clock = time.perf_counter
+
+_MOST_COST = 0.05
+"""The share of the time that a recorder with `every="auto"` takes at most."""
 
 
-class _Now:
-    """How far a fit is: apart from the callback, whose attributes cost a call each to set.
+class _Progress:
+    """How far a recorder is in a fit; apart from it, since a callback's attributes are slow to set.
 
     Attributes:
-        begun, tried, cancelled: of this batch, a step of it, and whether it was cancelled.
-        scaler: the GradScaler of this batch's loss.
+        first: the number of the fit's first step.
+        asked, due: the last step that was asked about, and whether it is recorded.
+        spent: seconds that recording has taken since the last recorded step.
+        wait_until: with `every="auto"`, when the next step may be recorded, by the clock.
+        n, met, missed: how many steps were recorded, the ids of the optimizers that made them, and
+            the id and class of those that made others.
     """
 
-    def __init__(self) -> None:
-        self.scaler = None
-        self.begun = self.tried = self.cancelled = False
+    def __init__(self, first: int = 0) -> None:
+        self.first, self.asked, self.due = first, -1, False
+        self.spent, self.wait_until = 0.0, -math.inf
+        self.n, self.met, self.missed = 0, set[int](), dict[int, str]()
 
 
-class StatsCallback(HookCallback):
-    """Base of the callbacks that record statistics of tensors; see `ActivationStats`.
+class StepRecorder(Reportable, Callback):
+    """Base of the recorders: `every`, reading, and merging over ranks.
+
+    A subclass makes a `table`, asks `_is_due` before it records a step and calls `_end_step` after
+    one, adds what recording took to `_progress.spent`, and has the methods `_read`, `_read_ranks`
+    and, if it reads gradients, `_read_gradients`.
+
+    Args:
+        every: records every n-th optimizer step, beginning with the first of each fit; None is 1.
+            `"auto"` records as often as costs at most 5 % of the time.
 
     Attributes:
-        tally: what was recorded, over all fits.
-        scaler: the GradScaler, where it cannot be found: the step is not a torch optimizer's.
+        table: the numbers by step.
     """
 
     order = -20
-    of = "outputs"
-    scaler: Any = None
-    _warned = False
+    run_valid = False
+    table: StepTable
 
-    def __init__(self, options: Options, **hooking: Any) -> None:
-        super().__init__(on_valid=False, **hooking)
-        self.tally = Tally("activation" if self.is_forward else "gradient", options)
-        # with the numbers of records and rows that they are of
-        self._own: tuple[tuple[int, int], Record] | None = None
-        self._whole: tuple[tuple[int, int], Record] | None = None
-        self._turns = Turns()
-        self._clear_fit()
+    def __init__(self, every: int | str | None) -> None:
+        self.every = check_every(type(self).__name__, every)
+        self._progress = _Progress()
+        # the last record and that of all ranks, each with the `_version` that it is of
+        self._own: tuple[Any, Record] | None = None
+        self._whole: tuple[Any, Record] | None = None
 
-    def _clear_fit(self) -> None:
-        self._now = _Now()
+    # --- steps
 
-    def _attach(self, name: str, module: nn.Module, leaf: str) -> RemovableHandle:
-        row = self.tally.row(name, class_name(module))
-        see = see_outputs if self.is_forward else see_gradients
-        return see(module, self._switch, row, leaf, self._function)
+    def _begin_fit(self) -> None:
+        """Begins to count steps. What was recorded before stays."""
+        if self.every == "auto" and ranks.is_distributed():
+            raise OptionError(
+                f'{type(self).__name__}(every="auto"): each process would choose steps of its own, '
+                f"and gather() could not merge them. Give a number, such as every=10."
+            )
+        self._progress = _Progress(self.learn.n_steps)
 
-    # --- events
+    def _is_due(self, n_steps: int) -> bool:
+        """Return whether step number `n_steps` is recorded: the same for all of its batches."""
+        progress = self._progress
+        if progress.asked != n_steps:
+            progress.asked = n_steps
+            if self.every == "auto":
+                progress.due = clock() >= progress.wait_until
+            else:
+                progress.due = (n_steps - progress.first) % (self.every or 1) == 0
+        return progress.due
 
-    def before_fit(self) -> None:
-        """Hooks the modules; what was recorded before stays, and is added to."""
-        if self.learn.fitting:
-            self._clear_fit()
-            self.tally.forget()
-        super().before_fit()
-        self._switch.target = self.tally
-        # compiled graphs check it as they run; gradients may come in a thread of autograd's
-        self.tally.thread = self._switch.thread if self.is_forward else None
-
-    def before_batch(self) -> None:
-        """Decides whether this batch is recorded: all batches of one optimizer step, or none."""
-        now, tally, switch = self._now, self.tally, self._switch
-        if now.begun:  # it never ended
-            tally.drop()
-        super().before_batch()
-        now.tried = now.cancelled = switch.late = False
-        now.begun = switch.on
-        if self.is_forward:
-            switch.given = None if tally.n_records else tally.see_inputs
-        elif switch.on:
-            now.scaler = self._scaler()
-            tally.unscale = inverse_scale(now.scaler)
-
-    def before_step(self) -> None:
-        """Notes that a step was tried: if none follows, AMP or a callback has skipped it.
-
-        A closure may evaluate many batches before its step is made.
-        """
-        self._now.tried = not self.learn.in_closure
-
-    def after_cancel_step(self) -> None:
-        """A step that a callback skips records nothing, with a closure or without."""
-        self._now.tried = True
-
-    def after_cancel_batch(self) -> None:
-        """A cancelled batch records nothing; in `watch` it is over with this."""
-        self._now.cancelled = True
-        if self._switch.on:
-            self.tally.drop()
-
-    def after_batch(self) -> None:
-        """Closes the record of the step, or keeps this batch for it."""
-        now, learn, on = self._now, self.learn, self._switch.on
-        self._record(False)
-        now.begun = False
-        if not learn.training:
+    def _end_step(self, learn: Any, recorded: bool) -> None:
+        """Notes a step; warns once, after 8 records, of an optimizer that made none of them."""
+        progress, every = self._progress, self.every
+        if every is None or every == 1:
             return
-        if now.cancelled:
-            self.tally.drop()
-        elif learn.stepped:
-            if not self.is_forward:
-                self._turns.see(self, on)
-            if on:
-                self._close(learn)
-            else:  # gradients of a forward that was recorded, which another step has used
-                self.tally.drop()
-        elif now.tried:
-            self.tally.forget()
-        elif on:  # a batch whose scaled gradients have Inf is one whose step AMP has skipped
-            self.tally.fold(finite_only=self.tally.unscale is not None)
-
-    def _scaler(self) -> Any:
-        """Return the GradScaler of the loss: the one given, else the loop's."""
-        return self.scaler or self.learn.step_scaler
-
-    def _close(self, learn: Any) -> None:
-        scaled = not self.is_forward and self.of == "outputs"
-        if scaled and self._scaler() is not self._now.scaler:
-            self.tally.forget()  # the scale of these gradients was not known as they came
-            if self.tally.n_records and not self._warned:  # else only the first record is missing
-                self._warned = True
-                _warn_of_new_scaler(type(self).__name__, learn.n_steps - 1)
+        if recorded and every == "auto":
+            progress.wait_until = clock() + progress.spent * (1 / _MOST_COST - 1)
+        if recorded:
+            progress.spent = 0.0
+        if len(learn.opts) < 2 or progress.n > 8:
+            return
+        steps = {id(opt): type(opt).__name__ for opt in learn.stepped_opts}
+        progress.n += recorded
+        if recorded:
+            progress.met |= steps.keys()
         else:
-            self.tally.commit(learn.n_steps - 1, learn.epoch, self._last_iter)
+            progress.missed |= steps
+        if progress.n == 8 and recorded and (unmet := progress.missed.keys() - progress.met):
+            names = ", ".join(sorted(progress.missed[one] for one in unmet))
+            first = 2 if every == "auto" else every + 1
+            better = next(n for n in range(first, first + 30) if math.gcd(n, 30) == 1)
+            who = type(self).__name__
+            warn(
+                f"{who}(every={every!r}) has recorded 8 steps, and none of {names}, which steps in "
+                f"turns with another: its steps always fall between. Use {who}(every={better}).",
+            )
 
-    def cleanup_fit(self) -> None:
-        """Takes the hooks off; a batch that was under way is forgotten."""
-        super().cleanup_fit()
-        self._record(False)
-        self.tally.forget()
-        self.tally.unscale = self._now.scaler = None
+    def _read_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Reads the gradients of `parameters`, which an optimizer has just used.
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_now": _Now()}
+        Loops call it within a step that several optimizers make, after each of them but the last:
+        the gradients may be reset before the step ends.
+        """
 
     # --- reading
 
     def record(self) -> Record:
         """Everything recorded so far, as plain numbers. The host waits for the device here.
 
-        Of all ranks, if they were gathered since the last record; else of this one alone, named in
-        `meta["rank"]`; it waits for no other.
+        The record is of all ranks if they were gathered since the last step. Otherwise it is of
+        this process alone, which `meta["rank"]` names; no rank waits for another.
         """
-        n = self._n
-        if self._whole is not None and self._whole[0] == n:
+        version = self._version
+        if self._whole is not None and self._whole[0] == version:
             return self._whole[1]
-        if self._own is None or self._own[0] != n:
-            self._own = n, record_of(self.tally)
+        if self._own is None or self._own[0] != version:
+            self._own = version, self._of_this_rank(-1)
         return self._own[1]
 
     def _since(self, step: int) -> Record:
-        """What was recorded after `step`, and at least the last record."""
-        if self._whole is not None and self._whole[0] == self._n:
+        """Return what was recorded after `step`, and at least the last record."""
+        if self._whole is not None and self._whole[0] == self._version:
             return self._whole[1]
-        return record_of(self.tally, step)
+        return self._of_this_rank(step)
+
+    def _of_this_rank(self, since: int) -> Record:
+        record = self._read(since)
+        if ranks.is_distributed():
+            record.meta["rank"] = ranks.this_rank()
+        return record
 
     @property
-    def _n(self) -> tuple[int, int]:
-        return self.tally.n_records, len(self.tally.names)
+    def _version(self) -> Any:
+        """What changes when there is more to read."""
+        return self.table.n_steps
 
     def _gather(self) -> None:
-        """Merges what all ranks recorded, for `record()`: each of them has to call."""
+        """Merges what all ranks recorded, for `record()`: each of them has to call.
+
+        Raises:
+            HookError: on every rank, if they recorded different steps or with other options.
+        """
         if ranks.is_distributed():
-            self._whole = self._n, gathered(self.tally)
+            self._whole = self._version, self._read_ranks()
+
+    def _read(self, since: int) -> Record:
+        """Return what this process recorded after the step `since`; at least the last column."""
+        raise NotImplementedError
+
+    def _read_ranks(self) -> Record:
+        """Return what all ranks recorded together, by way of `from_all_ranks`."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_progress": _Progress()}
 
 
-def inverse_scale(scaler: Any) -> Tensor | None:
-    """1 / its scale as a new 0-d tensor; None if there is no scaler or it is not in use.
-
-    >>> inverse_scale(torch.amp.GradScaler("cpu", init_scale=4.0))
-    tensor(0.2500, dtype=torch.float64)
-    """
-    if scaler is None or not scaler.is_enabled():
-        return None
-    # Private: `GradScaler._scale`, the scale as a tensor on the device, None before the first use,
-    # and `_init_scale`, its first value (both since 1.6). `get_scale()` would wait for the device;
-    # without these two, gradients are recorded as if the scale were 1.
-    scale = getattr(scaler, "_scale", None)
-    if scale is None:
-        first = float(getattr(scaler, "_init_scale", 1.0))
-        scale = torch.tensor(first, dtype=torch.float64, device="cpu")
-    return widened(scale.detach()).reciprocal()
+def check_every(who: str, every: Any) -> Any:
+    """Return `every` of a recorder: a number of steps, `"auto"`, or None."""
+    if every is None or every == "auto":
+        return every
+    what = 'how many optimizer steps there are for each that is recorded, None for 1, or "auto"'
+    return check_number(who, "every", every, 1, whole=True, what=what)
 
 
-def _warn_of_new_scaler(who: str, step: int) -> None:
-    warn(
-        f"{who} saw step {step} made with another GradScaler than the one before it: the scale of "
-        f"its gradients was not known as they came, so it has no record. Use one GradScaler, and "
-        f"give it: GradientStats(scaler=scaler).",
-    )
+def from_all_ranks(kind: str, own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return `own` of all ranks, in their order; a HookError on each if steps or options differ."""
+    every: list[dict[str, Any]] = ranks.gather_object({"kind": kind, **own})
+    for i, other in enumerate(every):
+        for what in ("kind", "steps", "options"):
+            if every[0][what] != other[what]:
+                raise HookError(
+                    f"ranks 0 and {i} recorded {every[0]['kind']} of different {what}: "
+                    f"{_brief(every[0][what])} and {_brief(other[what])}. Give all ranks the same "
+                    f"model, the same recorders and equally many steps; each still reads its own."
+                )
+    return every
+
+
+def _brief(x: Any) -> str:
+    return f"{len(x)} ({x[0]}, …, {x[-1]})" if isinstance(x, list) and x else str(x)

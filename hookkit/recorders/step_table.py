@@ -67,6 +67,7 @@ class StepTable:
 
     Attributes:
         fields: by name.
+        n_steps: how many steps were added, also those that wait.
         rows: how many rows the columns have.
         stride: how many steps a new column will have.
 
@@ -80,7 +81,7 @@ class StepTable:
 
     def __init__(self, **fields: Field) -> None:
         self.fields = fields
-        self.rows, self.stride = 0, 1
+        self.n_steps, self.rows, self.stride = 0, 0, 1
         self._n = 0  # columns in use
         self._places = np.zeros((0, 4), np.int64)
         self._arrays = {name: field.blanks(0, 0) for name, field in fields.items()}
@@ -91,6 +92,7 @@ class StepTable:
     def later(self, place: Place, read: Callable[[], Numbers]) -> None:
         """Adds a step whose numbers may be on their way from a device: `read` returns them."""
         self._waiting.append((place, read))
+        self.n_steps += 1
         if len(self._waiting) >= WAIT:
             self.settle()
 

@@ -1,4 +1,4 @@
-"""From a `Tally` to a `Record`: of this process, or of all ranks together."""
+"""From a `RunningStats` to a `Record`: of this process, or of all ranks together."""
 
 from __future__ import annotations
 
@@ -9,73 +9,51 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hookkit import ranks
-from hookkit.errors import HookError
 from hookkit.recorders.moments import statistics
+from hookkit.recorders.step_recorder import from_all_ranks
 from hookkit.recorders.step_table import Numbers, StepTable
 from hookkit.recorders.unit_stats import CLAMPING, WINDOW
 from hookkit.records import Record
 
 if TYPE_CHECKING:
-    from hookkit.recorders.running_stats import Tally
+    from hookkit.recorders.running_stats import RunningStats
 
 
-def record_of(tally: Tally, since: int = -1) -> Record:
-    """Everything recorded, as plain numbers; the one place where the host waits for the device.
+def record_of(running: RunningStats, since: int = -1) -> Record:
+    """Return what was recorded, as plain numbers; here the host waits for the device.
 
     With `since` only the columns that begin after this step, or the last one if there is none.
     """
-    record = _record(tally, _own(tally, tally.table.since(since)))
-    if ranks.is_distributed():
-        record.meta["rank"] = ranks.this_rank()
-    return record
+    return _record(running, _own(running, running.table.since(since)))
 
 
-def gathered(tally: Tally) -> Record:
-    """The same of all ranks together: each of them has to call.
+def record_of_ranks(running: RunningStats) -> Record:
+    """Return what all ranks recorded together: each of them has to call.
 
-    One exchange of all tables, which are merged in the order of the ranks. Of dead units it is the
-    mean of the ranks' shares.
+    One exchange of all tables, which are merged in the order of the ranks. The share of dead units
+    is the mean of the ranks' shares.
 
     Raises:
         HookError: on every rank, if they recorded different steps or with other options.
     """
-    first, *others = of_all_ranks(f"{tally.kind}s", _own(tally))
+    first, *others = from_all_ranks(f"{running.kind}s", _own(running))
     for other in others:
-        first = _together(tally.table, first, other)
-    return _record(tally, first)
+        first = _together(running.table, first, other)
+    return _record(running, first)
 
 
-def of_all_ranks(kind: str, own: dict[str, Any]) -> list[dict[str, Any]]:
-    """`own` of all ranks, in their order; a HookError on each if kind, steps or options differ."""
-    every: list[dict[str, Any]] = ranks.gather_object({"kind": kind, **own})
-    for i, other in enumerate(every):
-        for what in ("kind", "steps", "options"):
-            if every[0][what] != other[what]:
-                raise HookError(
-                    f"ranks 0 and {i} recorded {every[0]['kind']} of different {what}: "
-                    f"{_brief(every[0][what])} and {_brief(other[what])}. Give all ranks the same "
-                    f"model, the same recorders and equally many steps; each still reads its own."
-                )
-    return every
-
-
-def _own(tally: Tally, first: int = 0) -> dict[str, Any]:
+def _own(running: RunningStats, first: int = 0) -> dict[str, Any]:
     """What a rank sends, or reads: from column `first` on."""
-    options, places = tally.options, tally.table.places(first)
+    options, places = running.options, running.table.places(first)
     edges = None if options.bins is None else options.bins.edges.tolist()
     return {
-        "types": dict(zip(tally.names, tally.types, strict=True)),
+        "types": dict(zip(running.names, running.types, strict=True)),
         "steps": [tuple(place) for place in places.tolist()],
         "options": [options.eps, "units" if options.units else "no units", *(edges or ["no bins"])],
-        "tables": tally.tables(first),
-        "given": tally.given_rms(),
-        "dtypes": {tally.names[row]: str(dtype) for row, dtype in tally.dtypes.items()},
+        "tables": running.tables(first),
+        "given": running.given_rms(),
+        "dtypes": {running.names[row]: str(dtype) for row, dtype in running.dtypes.items()},
     }
-
-
-def _brief(x: Any) -> str:
-    return f"{len(x)} ({x[0]}, …, {x[-1]})" if isinstance(x, list) and x else str(x)
 
 
 def _together(table: StepTable, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
@@ -93,19 +71,19 @@ def _together(table: StepTable, a: dict[str, Any], b: dict[str, Any]) -> dict[st
     return {**a, **known, "types": types, "tables": tables}
 
 
-def _record(tally: Tally, own: dict[str, Any]) -> Record:
+def _record(running: RunningStats, own: dict[str, Any]) -> Record:
     tables, names, types = own["tables"], tuple(own["types"]), tuple(own["types"].values())
     values = statistics(np.moveaxis(tables["moments"], 1, 0))
     if "units" in tables:
-        values |= _of_units(tables["units"], own["types"], tally.consumers)
+        values |= _of_units(tables["units"], own["types"], running.consumers)
     hist = edges = None
-    if tally.options.bins is not None:
-        edges = tally.options.bins.edges
+    if running.options.bins is not None:
+        edges = running.options.bins.edges
         hist = np.ascontiguousarray(np.transpose(tables["hist"], (1, 2, 0)))
     steps, epochs, iters, spans = np.array(own["steps"], np.int64).reshape(-1, 4).T
     axes: Any = {"steps": steps, "epochs": epochs, "iters": iters, "spans": spans}
-    fields: Any = {"values": values, "hist": hist, "edges": edges, "meta": _meta(tally, own)}
-    return Record(tally.kind, names, types, **axes, **fields)
+    fields: Any = {"values": values, "hist": hist, "edges": edges, "meta": _meta(running, own)}
+    return Record(running.kind, names, types, **axes, **fields)
 
 
 def _of_units(table: Any, types: Mapping[str, str], consumers: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,15 +99,15 @@ def is_clamped(consumers: Mapping[str, Any], name: str, kind: str) -> bool:
     return kind in CLAMPING or consumers.get(name) in CLAMPING
 
 
-def _meta(tally: Tally, own: dict[str, Any]) -> dict[str, Any]:
+def _meta(running: RunningStats, own: dict[str, Any]) -> dict[str, Any]:
     names = list(own["types"])
-    meta: dict[str, Any] = {"eps": tally.options.eps, "skipped": dict(tally.skipped)}
+    meta: dict[str, Any] = {"eps": running.options.eps, "skipped": dict(running.skipped)}
     meta["dtype"] = [own["dtypes"].get(name, "") for name in names]
-    meta["unscaled"] = tally.unscaled
-    if tally.consumers:
-        meta["feeds"] = [tally.consumers.get(name) for name in names]
-    meta |= {name: copy(fact) for name, fact in tally.facts.items() if fact}
-    if tally.options.units:
+    meta["unscaled"] = running.unscaled
+    if running.consumers:
+        meta["feeds"] = [running.consumers.get(name) for name in names]
+    meta |= {name: copy(fact) for name, fact in running.facts.items() if fact}
+    if running.options.units:
         meta["window"] = WINDOW
     if own["given"]:
         meta["given_rms"] = [own["given"].get(name, math.nan) for name in names]

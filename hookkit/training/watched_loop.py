@@ -236,8 +236,8 @@ class WatchedLoop(CallbackRunner):
             return
         owned = [p for group in opt.param_groups for p in group["params"]]
         for cb in self.cbs:  # recorders read its gradients now: they may be freed before the end
-            if cb.run and hasattr(type(cb), "_note_part") and not self._cancelled:
-                cb._note_part(owned)
+            if cb.run and hasattr(type(cb), "_read_gradients") and not self._cancelled:
+                cb._read_gradients(owned)
 
     # --- batches and steps
 
