@@ -1,5 +1,7 @@
 """What differs between devices: the widest float, copies that need no waiting, the accelerator."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,35 @@ def sent(t: Tensor) -> tuple[Tensor, torch.Event | None]:
     event = torch.Event(t.device)
     event.record(torch.accelerator.current_stream(t.device))
     return host, event
+
+
+def to_host_async(t: Tensor) -> Callable[[], Tensor]:
+    """Begins to copy `t` to the CPU; returns a function that waits for the copy and returns it.
+
+    A tensor on the CPU is returned as it is: give one that nobody writes to.
+
+    Args:
+        t: strided, of any dtype, without gradient.
+
+    >>> to_host_async(torch.ones(2))()
+    tensor([1., 1.])
+    """
+    if t.is_cpu:
+        return lambda: t
+    # in PyTorch 2.11 to 2.13 copies from MPS that are not waited for can give other values
+    if t.device.type == "mps":
+        there = t.to("cpu")
+        return lambda: there
+    host = torch.empty_like(t, device="cpu", pin_memory=True)
+    host.copy_(t, non_blocking=True)
+    event = torch.Event(t.device)
+    event.record(torch.accelerator.current_stream(t.device))
+
+    def wait() -> Tensor:
+        event.synchronize()  # sync: for what was sent some steps ago, so it has arrived
+        return host
+
+    return wait
 
 
 def accelerator() -> str:
