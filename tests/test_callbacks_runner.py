@@ -1,4 +1,4 @@
-"""Callback and CallbackRunner: names, reads and writes, order, adding, removing, cleaning up."""
+"""Callback and Loop: names, reads and writes, order, adding, removing, cleaning up."""
 
 from functools import partial
 from typing import Any

@@ -142,7 +142,7 @@ def test_a_guest_that_draws_a_random_number_is_caught() -> None:
 
 # --- a pass without learning
 
-LEFT_OUT = {"final_record", "_by_event"}  # its result, and a cache
+LEFT_OUT = {"final_record", "heard"}  # its result, and a cache
 
 
 def all_of(x: Any, around: tuple[int, ...] = ()) -> Any:

@@ -267,7 +267,7 @@ def test_a_pass_without_learning_changes_nothing_that_a_fit_goes_on_with(
 ) -> None:
     net = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     learn = quiet(model=net, cbs=GradientAccumulation(3))
-    results = {"final_record", "cbs", "_past", "_by_event"}  # and callbacks, which are back
+    results = {"final_record", "cbs", "_past", "heard"}  # and callbacks, which are back
 
     def state() -> dict[str, Any]:
         tensors = {name: t.tolist() for name, t in net.state_dict().items()}

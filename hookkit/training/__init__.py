@@ -14,8 +14,7 @@ watch_losses  The losses of such a loop: in what a model returns, as reported, b
 watch_checks  `watch`'s arguments, checked and unwrapped; what a run did not record, and why.
 live          A watched run while it trains.
 
-runner        `CallbackRunner`: owns callbacks, and calls them by event.
-readout       `run_of`: what all callbacks recorded, as one `Run`.
+loop          `Loop`, the base of both: callbacks by event, steps, rates; all that was recorded.
 """
 
 from hookkit.training.learner import Learner

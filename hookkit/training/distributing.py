@@ -19,7 +19,6 @@ from hookkit import ranks
 from hookkit.batches import n_batches
 from hookkit.callbacks import Callback
 from hookkit.errors import OptionError, missing_extra, warn
-from hookkit.training.readout import gather
 
 
 class AccelerateCallback(Callback):
@@ -44,7 +43,7 @@ class AccelerateCallback(Callback):
     def after_fit(self) -> None:
         """Merges what all ranks have recorded, once, where each of them is."""
         if self.learn.fitting:
-            gather(self.learn)
+            self.learn.gather()
 
     cleanup_fit = after_batch
 

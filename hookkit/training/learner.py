@@ -55,10 +55,9 @@ from hookkit.training.groups import (
     spread,
     trainable_params,
 )
+from hookkit.training.loop import Loop, instances, listed, no_attribute
 from hookkit.training.lr_finder import SuggestedLRs, find_lr
 from hookkit.training.predicting import Keep, eval_pass, in_order, joined
-from hookkit.training.readout import Readable
-from hookkit.training.runner import CallbackRunner, instances, listed, no_attribute
 
 if TYPE_CHECKING:
     from hookkit.summaries.fastai_layout import SummaryText
@@ -87,7 +86,7 @@ _OF_A_RUN = ("fitting", "training", "steps_now", "autocast", "_callbacks_scaler"
 """What is reset as a fit, or a pass without one, ends."""
 
 
-class Learner(CallbackRunner, Readable, Reportable):
+class Learner(Loop, Reportable):
     """Trains a model, and calls callbacks at each event.
 
     Args:
@@ -439,7 +438,7 @@ class Learner(CallbackRunner, Readable, Reportable):
     def _on_step(self, *_: Any) -> None:
         if skips_step(self.opts[0]):
             return
-        self._note_rates(self.opts[0])
+        self.keep_rates(self.opts[0])
         if self.scaler is None:
             self._callbacks_scaler = stepping_scaler()
         self.n_steps += not self.stepped
@@ -728,16 +727,16 @@ class Learner(CallbackRunner, Readable, Reportable):
         return learner_summary(self)
 
     def _loss_history(self) -> LossHistory | None:
-        return getattr(self._cb_named("recorder"), "_losses", None)
+        return getattr(self.cbs_by_name.get("recorder"), "_losses", None)
 
     def _epochs(self) -> list[dict[str, Any]]:
-        recorder = self._cb_named("recorder")
+        recorder = self.cbs_by_name.get("recorder")
         return [] if recorder is None else recorder._epochs(self.n_steps)
 
     @property
     def smooth_loss(self) -> float | None:
         """The Recorder's smoothed training loss; reading it is a read from the device."""
-        return getattr(self._cb_named("recorder"), "smooth_loss", None)
+        return getattr(self.cbs_by_name.get("recorder"), "smooth_loss", None)
 
     def show_training_loop(self) -> PrettyString:
         """The loop as text: every event in its place, with the callbacks that have it."""
@@ -760,14 +759,14 @@ class Learner(CallbackRunner, Readable, Reportable):
         if hasattr(type(self), name):  # a property that raised AttributeError: its own error
             return object.__getattribute__(self, name)
         if name[0] != "_" and "cbs" in vars(self):
-            if (cb := self._cb_named(name)) is not None:
+            if (cb := self.cbs_by_name.get(name)) is not None:
                 return cb
             with suppress(AttributeError):
                 return getattr(self.model, name)
         raise no_attribute(self, name, "Neither the Learner, its callbacks nor its model")
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *(self._named() if "cbs" in vars(self) else ())]
+        return [*super().__dir__(), *(self.cbs_by_name if "cbs" in vars(self) else ())]
 
     def __repr__(self) -> str:
         return f"Learner({type(self.model).__name__}, {self.dls!r}, cbs={list(self.cbs)})"

@@ -14,7 +14,6 @@ from hookkit.diagnosis import Finding, diagnose
 from hookkit.diagnosis.report_page import picture
 from hookkit.errors import warn
 from hookkit.markup import Output, in_notebook
-from hookkit.training.readout import run_of
 
 
 class ShowHealth(Callback):
@@ -86,7 +85,7 @@ class ShowHealth(Callback):
     def _look(self, last: bool = False) -> None:
         began = time.perf_counter()
         try:
-            self._show(run_of(self.learn), last)  # sync: by the clock, not by batch
+            self._show(self.learn.run_record(), last)  # sync: by the clock, not by batch
         except Exception as error:
             self._next = float("inf")
             text = f"ShowHealth shows nothing more: {error!r}. diagnose() reads what is recorded."

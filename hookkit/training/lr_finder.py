@@ -21,7 +21,7 @@ from hookkit.errors import ModelRunError, OptionError
 from hookkit.modelinfo.untouched import untouched
 from hookkit.records import Floats
 from hookkit.training.groups import set_hyper
-from hookkit.training.readout import is_recorder
+from hookkit.training.loop import is_recorder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -34,7 +34,7 @@ def eval_pass(learn: Any, cbs: Any) -> Iterator[None]:
         undo.enter_context(_attributes_kept(learn, _STATE))
         for module in learn.model.modules():
             undo.callback(setattr, module, "training", module.training)
-        paused = learn._pause_recorders()
+        paused = learn.pause_recorders()
         for cb in paused:
             undo.callback(cb._record, True)
         # it is no part of a batch that surrounds it, and an epoch has a bar already

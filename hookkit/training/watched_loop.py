@@ -19,13 +19,13 @@ from hookkit.callbacks.optimizers import ids_of, stepping_scaler
 from hookkit.errors import HookError
 from hookkit.hooks.attach import graph_task
 from hookkit.modules import unwrap
-from hookkit.training.runner import CallbackRunner
+from hookkit.training.loop import Loop
 from hookkit.training.watch_checks import not_in_watch, warn_other_loss, warn_unseen
 from hookkit.training.watch_hooks import LoopHooks
 from hookkit.training.watch_losses import epoch_rows, loss_in
 
 
-class WatchedLoop(CallbackRunner):
+class WatchedLoop(Loop):
     """The user's training loop, as callbacks see it in `self.learn`.
 
     Attributes:
@@ -83,7 +83,7 @@ class WatchedLoop(CallbackRunner):
         return self.training and not self._stepped
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and (cb := self._cb_named(name)) is not None:
+        if not name.startswith("_") and (cb := self.cbs_by_name.get(name)) is not None:
             return cb
         raise AttributeError(not_in_watch(name), name=name, obj=self)
 
@@ -138,7 +138,7 @@ class WatchedLoop(CallbackRunner):
             self._close()
             self._begin_batch()
         elif self.in_batch:  # a rollout within a batch: nobody records it
-            self._paused, self.training = self._pause_recorders(), False
+            self._paused, self.training = self.pause_recorders(), False
             self.rolled_out = True
         else:
             self._close()
@@ -225,7 +225,7 @@ class WatchedLoop(CallbackRunner):
     def step_ended(self, opt: Any) -> None:
         """`opt` has changed the weights; their `.grad` is still there."""
         self.in_closure = False
-        self._note_rates(opt)
+        self.keep_rates(opt)
         if self._joins_last:
             self._joins_last = False
             return
@@ -305,7 +305,7 @@ class WatchedLoop(CallbackRunner):
             self(event)
         finally:
             self._marked = self.training = False
-            self._pause_recorders()
+            self.pause_recorders()
 
     def _end_rollout(self) -> None:
         for cb in self._paused or ():

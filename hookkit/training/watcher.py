@@ -21,11 +21,10 @@ from hookkit.checks import check_callable, check_flag
 from hookkit.errors import HookError, NeverFiredWarning, warn
 from hookkit.hooks.eager import forget_graphs
 from hookkit.recorders import ActivationStats, ParamStats
-from hookkit.records import Floats, Reportable
+from hookkit.records import Floats, Reportable, Run
 from hookkit.training import watch_checks as checks
 from hookkit.training.live import ShowHealth
-from hookkit.training.readout import Readable, is_recorder
-from hookkit.training.runner import instances, no_attribute
+from hookkit.training.loop import instances, is_recorder, no_attribute
 from hookkit.training.watch_losses import one_number
 from hookkit.training.watched_loop import WatchedLoop
 
@@ -99,7 +98,7 @@ def watch(
     return Watcher(model, loop)
 
 
-class Watcher(Readable, Reportable):
+class Watcher(Reportable):
     """What `watch` returns: follows a loop inside the `with`, and reads what was recorded.
 
     Callbacks are found by name: `w.activation_stats`. `start()` and `stop()` do the same as the
@@ -225,6 +224,15 @@ class Watcher(Readable, Reportable):
 
     # --- reading
 
+    def gather(self) -> Watcher:
+        """Merges what the ranks of a process group recorded, as `Learner.gather` does; itself."""
+        self._runner.gather()
+        return self
+
+    def run_record(self) -> Run:
+        """Everything recorded so far, as plain values. Sync: one per recorder."""
+        return self._runner.run_record()
+
     @property
     def losses(self) -> Floats:
         """(n_steps,) float64: the training loss by optimizer step, NaN where it is not known."""
@@ -254,13 +262,13 @@ class Watcher(Readable, Reportable):
         return self.loop.cbs
 
     def __getattr__(self, name: str) -> Any:
-        cb = vars(self)["loop"]._cb_named(name) if "loop" in vars(self) else None
+        cb = self.loop.cbs_by_name.get(name) if "loop" in vars(self) else None
         if cb is not None:
             return cb
         raise no_attribute(self, name, "Neither the Watcher nor its callbacks")
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *(self.loop._named() if "loop" in vars(self) else ())]
+        return [*super().__dir__(), *(self.loop.cbs_by_name if "loop" in vars(self) else ())]
 
     def __reduce__(self) -> Any:
         raise HookError(
@@ -270,7 +278,7 @@ class Watcher(Readable, Reportable):
 
     def __repr__(self) -> str:
         loop = self.loop
-        names = ", ".join(loop._named()) or "no callbacks"
+        names = ", ".join(loop.cbs_by_name) or "no callbacks"
         state = "running" if loop.fitting else "stopped" if loop.spans else "not started"
         n, epochs = self.n_steps, len({span["epoch"] for span in loop.spans})
         steps = f"{n} step{'s' * (n != 1)} in {epochs} epoch{'s' * (epochs != 1)}"

@@ -1,0 +1,376 @@
+"""`Loop`: the base of the two training loops, the `Learner`'s own and the one that `watch` follows.
+
+It owns the callbacks and calls them by event, counts optimizer steps, keeps losses, epochs and
+learning rates, and reads all that was recorded as one `Run`. For each event it knows which
+callbacks have a method of that name, in order; a loop need not send an event that nobody hears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
+from weakref import ref
+
+import numpy as np
+import torch
+from fastcore.foundation import L
+from torch import Tensor
+
+from hookkit import ranks
+from hookkit.callbacks.callback import Callback, around_fastai, is_of_fastai, method_for
+from hookkit.callbacks.events import BATCH_EVENTS, CANCEL_EXCEPTIONS, EVENTS, not_an_event
+from hookkit.checks import kind_of
+from hookkit.errors import ArgumentError, HookError, OptionError, nearest
+from hookkit.modules import class_name, unwrap
+from hookkit.recorders.probes import TrainingProbes, loss_name
+from hookkit.records import Record, Reportable, Run, grad_norms
+
+
+class Loop:
+    """Base of the `Learner` and of the loop behind `watch`.
+
+    Attributes:
+        cbs: the callbacks, as they were added.
+        fitting: whether a fit is under way, from before its `before_fit` to after its `after_fit`.
+        training: whether the current batch is one to learn from.
+        n_steps: optimizer steps really made, over all fits.
+        stepped: whether the current batch has made one.
+        in_closure: whether a step is under way that evaluates its batches itself.
+        heard: the events that some callback has a method for, each with those callbacks.
+        probes: what the diagnosis wants to know of batches, losses and gradients.
+        first_step: the number of its first step, where a library resumes a training; else 0.
+        info: facts that are added to the run.
+    """
+
+    fitting = training = stepped = in_closure = eval_pass = False
+    finds_opts = False  # optimizers become known as they step
+    n_steps, first_step, _gathered_at = 0, 0, -1
+    step_scaler: Any = None  # the GradScaler that made the last optimizer step
+    opts: Any
+
+    def __init__(self) -> None:
+        self.cbs, self._past, self.probes = L(), list[Callback](), TrainingProbes()
+        self.info: dict[str, Any] = {}
+        self._token = object()  # recorders have it from the loop whose steps they record
+        self._rates: dict[Any, list[Any]] = {}  # of each optimizer, in its last step
+        self.heard: dict[str, list[tuple[Callback, Callable[[], object]]]] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for cb in (*self.cbs, *self._past):
+            if cb.learn is None:  # in a deep copy or a pickle; a shallow copy shares the callbacks
+                cb.learn = self
+
+    # --- adding, removing, finding callbacks
+
+    def add_cbs(self, cbs: Any) -> Self:
+        """Adds one callback, several, or None; a class is instantiated. The runner itself.
+
+        All are added, or none. One added while a fit is under way gets its `before_fit` at once.
+
+        Raises:
+            ArgumentError: one of them is no callback.
+            HookError: one of them is in use in another run.
+        """
+        for cb in self._checked(instances(cbs)):
+            if not any(cb is own for own in self.cbs):
+                cb.learn = self
+                self.cbs = L([*self.cbs, cb])
+                self._past = [past for past in self._past if past.name != cb.name]
+                self.find_methods()
+                if self.fitting:
+                    self._take(cb)
+                    cb("before_fit")
+        return self
+
+    def remove_cbs(self, cbs: Any) -> Self:
+        """Removes one callback or several, of a class all; the runner itself."""
+        for cb in self._chosen(cbs):
+            self.cbs = L(c for c in self.cbs if c is not cb)
+            self.find_methods()
+            if self.fitting:
+                self._release(cb)
+            cb.learn = None
+        return self
+
+    add_cb, remove_cb = add_cbs, remove_cbs  # fastai's names for one
+
+    def _chosen(self, cbs: Any) -> list[Callback]:
+        """Return those of its callbacks that `cbs` names: by themselves, or by their class."""
+        several = listed(cbs)
+        kinds = tuple(cb for cb in several if isinstance(cb, type))
+        return [c for c in self.cbs if isinstance(c, kinds) or any(c is cb for cb in several)]
+
+    @contextmanager
+    def added_cbs(self, cbs: Any) -> Iterator[Self]:
+        """The runner with `cbs` added, until the end of the `with`.
+
+        Afterwards they get no more events and can still be read by name: `learn.activation_stats`.
+        """
+        new = [cb for cb in instances(cbs) if not any(cb is own for own in self.cbs)]
+        try:
+            yield self.add_cbs(new)
+        finally:
+            self.remove_cbs(new)
+            self._past += new
+            for cb in new:
+                cb.learn = self
+
+    @contextmanager
+    def removed_cbs(self, cbs: Any) -> Iterator[Self]:
+        """The runner without `cbs` (instances, classes), until the end of the `with`."""
+        removed, place = self._chosen(cbs), {id(cb): i for i, cb in enumerate(self.cbs)}
+        self.remove_cbs(removed)
+        try:
+            yield self
+        finally:
+            self.add_cbs(removed)
+            self.cbs = L(sorted(self.cbs, key=lambda cb: place.get(id(cb), len(place))))
+            self.find_methods()
+
+    @property
+    def cbs_by_name(self) -> dict[str, Callback]:
+        """The callbacks, and those of a past fit, by name; of equal names the last one."""
+        return {cb.name: cb for cb in [*self._past, *self.cbs]}
+
+    # --- sending events
+
+    def find_methods(self) -> None:
+        """Look up which callbacks hear which event; after any change of them or of their order."""
+        heard: dict[str, list[tuple[Callback, Callable[[], object]]]] = {}
+        for cb in sorted(self.cbs, key=lambda cb: cb.order):
+            for event in EVENTS:
+                if (f := method_for(cb, event)) is not None:
+                    heard.setdefault(event, []).append((cb, f))
+        self.heard = heard  # a new dict: an event under way goes on with its own list
+
+    def __call__(self, *events: str) -> None:
+        """Sends events, in turn: each callback that has a method for one is called."""
+        for event in events:
+            if event not in self.heard:
+                if event not in EVENTS:
+                    raise OptionError(not_an_event(event))
+                continue
+            me, switched = ref(self), event in BATCH_EVENTS
+            for cb, f in self.heard[event]:
+                if not cb.run or cb._owner is not me:
+                    continue
+                if switched and not (cb.run_train if self.training else cb.run_valid):
+                    continue
+                try:
+                    f()
+                except CANCEL_EXCEPTIONS:
+                    raise
+                except Exception as error:
+                    error.add_note(f"in callback {cb!r}, event {event}{self._where()}")
+                    raise
+
+    def ordered_cbs(self, event: str) -> L:
+        """Return the callbacks with a method for `event`, in the order they run."""
+        if event not in EVENTS:
+            raise OptionError(not_an_event(event))
+        return L(cb for cb, _ in self.heard.get(event, ()))
+
+    def _where(self) -> str:
+        """Return how far the run is, for a note: `, epoch 0, batch 3 (training)`."""
+        return ""
+
+    # --- a run
+
+    def _claim(self) -> None:
+        """Make this the loop of every callback, as a run begins.
+
+        Raises:
+            HookError: one of them is in use in another run, or has recorded one.
+        """
+        for cb in self._checked(self.cbs):
+            cb.learn = self
+            self._take(cb)
+        self.find_methods()
+
+    def _checked(self, cbs: Iterable[Callback]) -> Iterable[Callback]:
+        for cb in cbs:
+            if cb.learn is not self and getattr(cb.learn, "fitting", False):
+                raise HookError(
+                    f"{cb!r} is in use in a run that is under way. Give each run its own: "
+                    f"{type(cb).__name__}(…)."
+                )
+        return cbs
+
+    def _take(self, cb: Callback) -> None:
+        """Record with `cb` from now on, unless it has these steps already, of another run."""
+        if not is_recorder(type(cb)) or vars(cb).get("_token") is self._token:
+            return
+        steps = cb.record().steps
+        if len(steps) and steps[-1] >= self.n_steps:
+            raise HookError(
+                f"{cb!r} has recorded another run, whose steps have the same numbers. Make another "
+                f"for this one, {type(cb).__name__}(…), and join what they recorded: "
+                f"run_record() of the first + run_record() of the second."
+            )
+        vars(cb)["_token"] = self._token
+
+    def _clean_up(self) -> None:
+        """Call every callback's `cleanup_fit`, also when one of them fails."""
+        self.probes.remove()
+        with ExitStack() as stack:
+            for cb in self.cbs:
+                cb.run = True
+                stack.callback(self._release, cb)
+
+    def _release(self, cb: Callback) -> None:
+        try:
+            cb.cleanup_fit()
+        except Exception as error:
+            error.add_note(f"in callback {cb!r}, cleanup_fit{self._where()}")
+            raise
+
+    def pause_recorders(self) -> list[Any]:
+        """Switch off the callbacks that record the current batch; return them, to be resumed."""
+        on = [cb for cb in self.cbs if hasattr(type(cb), "_record") and cb.recording]
+        for cb in on:
+            cb._record(False)
+        return on
+
+    # --- learning rates
+
+    def keep_rates(self, opt: Any) -> None:
+        """Keep the learning rates of a step, within it: a scheduler changes them after it."""
+        rates = self._rates[opt] = []
+        for group in opt.param_groups:
+            rate = group.get("lr")  # a tensor is changed in place
+            rates.append(rate.detach().clone() if isinstance(rate, Tensor) else rate)
+        if len(self._rates) > len(self.opts):
+            self._rates = {o: rates for o, rates in self._rates.items() if o in self.opts}
+
+    def rates_of(self, opt: Any) -> list[Any]:
+        """Return the learning rate of each group of `opt` in its last step, else the next one's."""
+        rates = self._rates.get(opt, [])
+        n = len(opt.param_groups)
+        return rates if len(rates) == n else [group.get("lr") for group in opt.param_groups]
+
+    # --- reading
+
+    def gather(self) -> Self:
+        """Merges what the ranks of a process group recorded; returns itself. Each rank has to call.
+
+        Until the next step every rank then reads the whole, without waiting; before it, each reads
+        its own. A fit in `distrib_ctx` ends with it.
+
+        Raises:
+            HookError: the ranks recorded different steps or layouts; or one of them does not come.
+        """
+        if ranks.is_distributed():
+            for held in (*self._past, *self.cbs, self):
+                if hasattr(type(held), "_gather"):
+                    with ranks.together(f"gather what {held!r} recorded in {self.n_steps} steps"):
+                        held._gather()
+            self._gathered_at = self.n_steps
+        return self
+
+    def run_record(self) -> Run:
+        """Everything recorded so far, as plain values: what pictures, diagnosis and report read.
+
+        Sync: one per recorder.
+        """
+        return self.run_since(-1)
+
+    def run_since(self, step: int) -> Run:
+        """Return what was recorded after `step`, and at least the last record of each recorder.
+
+        A log that grows with the run then costs the same at each writing. With -1 it is everything.
+        Of several recorders of a kind a Run holds the latest that has something. No rank waits for
+        another: the Run is of all ranks if `gather` was called since the last step. Sync: one for
+        each recorder.
+        """
+        cbs, records = [*self._past, *self.cbs], dict[str, Record]()
+        for cb in cbs:
+            if is_recorder(type(cb)):
+                parts = step >= 0 and hasattr(cb, "_since")
+                record = cb._since(step) if parts else cb.record()
+                if len(record) or record.kind not in records:
+                    records[record.kind] = record
+        params = records.get("param")
+        alone = ranks.is_distributed() and self._gathered_at != self.n_steps
+        losses = self._loss_history()
+        reported = losses is not None and len(losses) and self.n_steps
+        return Run(
+            activations=records.get("activation"),
+            gradients=records.get("gradient"),
+            params=params,
+            losses=losses.by_step(self.n_steps) if reported else None,
+            valid=self._epochs(),
+            grad_norms=None if params is None else grad_norms(params, self.n_steps),
+            incidents=tuple(i for cb in cbs for i in vars(cb).get("incidents", ())),
+            info={
+                **self._facts(),
+                **({"rank": ranks.this_rank()} if alone else {}),
+                **({} if losses is None else losses.facts()),
+                "train_iter": self.train_iter,
+                **({"within_epoch": True} if vars(self).get("_in_epoch") else {}),
+                "first_step": self.first_step,
+                "n_steps": self.n_steps,
+                **self.info,
+            },
+        )
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what is known of the model, its loss and its optimizer."""
+        opt = self.opts[0] if self.opts else None
+        groups = [] if opt is None else opt.param_groups
+        rates = [] if opt is None else self.rates_of(opt)
+        dtypes = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+        return {
+            "model": class_name(unwrap(self.model)),
+            "loss_func": loss_name(self.loss_func),
+            "optimizer": None if opt is None else type(opt).__name__,
+            "lr": [float(rate) for rate in rates],
+            "weight_decay": [float(g.get("weight_decay", 0.0)) for g in groups],
+            "dtype": ", ".join(sorted(str(t) for t in dtypes)),
+            "n_epoch": self.n_epoch,
+            **self.probes.read(self.n_steps, self.fitting),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        }
+
+
+def is_recorder(kind: type) -> bool:
+    """Tell whether callbacks of this class hold a record."""
+    return issubclass(kind, Reportable) and hasattr(kind, "record")
+
+
+def listed(cbs: Any) -> list[Any]:
+    """Return one callback (instance or class), several or None as a list.
+
+    Raises:
+        ArgumentError: one of them is no callback.
+    """
+    if isinstance(cbs, (str, type)) or not isinstance(cbs, Iterable):
+        cbs = [] if cbs is None else [cbs]
+    several = list(cbs)
+    for cb in several:
+        kind = cb if isinstance(cb, type) else type(cb)
+        if is_of_fastai(kind):
+            raise ArgumentError(
+                f"{kind.__name__} is a callback of fastai, and hookkit cannot run it. "
+                f"{around_fastai('ActivationStats', f'learn.fit(1, cbs={kind.__name__}())')}"
+            )
+        if not issubclass(kind, Callback):
+            raise ArgumentError(
+                f"expected a callback, found {kind_of(cb)}. Give a Callback, a Callback class, or "
+                f"Callback(after_fit=f) around a function."
+            )
+    return several
+
+
+def instances(cbs: Any) -> list[Callback]:
+    """Return `listed` callbacks, of each class an instance."""
+    return [cb() if isinstance(cb, type) else cb for cb in listed(cbs)]
+
+
+def no_attribute(obj: Any, name: str, who: str) -> AttributeError:
+    """Return the error for a `name` that `obj` has not, with the public names that are near it."""
+    near = nearest(name, [n for n in dir(obj) if n[0] != "_"]) if name[0] != "_" else ()
+    hint = f" Nearest: {', '.join(near)}." if near else ""
+    return AttributeError(f"{who} has {name!r}.{hint}", name=name, obj=obj)
