@@ -222,7 +222,9 @@ def describe(x: Any) -> str:
         return repr(x) if kind in PLAIN and len(repr(x)) <= 20 else kind.__name__
     names = ["" if re.fullmatch(r"\[\d+\]", k) else k.strip(".[]'") + "=" for k, _ in parts]
     body = ", ".join(n + s for n, s in zip(names, inner, strict=True))
-    return f"({body})" if kind is Inputs else f"{kind.__name__}({body})"
+    if kind is Inputs:  # of one input alone as that
+        return inner[0] if len(x) == len(parts) == 1 else f"({body})"
+    return f"{kind.__name__}({body})"
 
 
 def is_path(path: str) -> bool:

@@ -11,15 +11,6 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def pad(text: str, n: int, *, right: bool = False) -> str:
-    """`text` with spaces up to `n` columns: after it, or before it with `right=True`.
-
-    >>> pad("conv", 6) + "|", pad("12", 4, right=True)
-    ('conv  |', '  12')
-    """
-    return text.rjust(n) if right else text.ljust(n)
-
-
 def clip(text: str, n: int) -> str:
     """`text` in at most `n` columns; an ellipsis replaces what is cut.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hookkit.errors import OptionError, SelectionError, nearest
 from hookkit.records.frames import pandas
-from hookkit.texts import harmless, pad, si, wrap
+from hookkit.texts import harmless, si, wrap
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -238,7 +238,7 @@ def _lines(cells: list[tuple[str, ...]]) -> list[str]:
     sizes = [max(len(row[i]) for row in (cells if i < 2 else whole)) for i in range(len(cells[0]))]
     lines = []
     for label, shape, *values in cells:
-        numbers = [pad(v, n, right=True) for v, n in zip(values, sizes[2:], strict=True)]
+        numbers = [v.rjust(n) for v, n in zip(values, sizes[2:], strict=True)]
         shown = values[:1] if "" in values else numbers
-        lines.append("  ".join([pad(label, sizes[0]), pad(shape, sizes[1]), *shown]).rstrip())
+        lines.append("  ".join([label.ljust(sizes[0]), shape.ljust(sizes[1]), *shown]).rstrip())
     return lines

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hookkit.checks import check_choice, check_flag, kind_of
+from hookkit.checks import check_choice, check_flag, check_module, kind_of
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError, warn
 from hookkit.hooks.attach import check_hookable, graph_task
 from hookkit.hooks.block import Block
@@ -365,11 +365,16 @@ def _check_torchs(who: str, f: Any) -> None:
     )
 
 
+def modules_inside(model: nn.Module, who: str) -> dict[str, nn.Module]:
+    """Return the modules of `model` that run Python hooks, by name, and the model itself as ""."""
+    found = {"": unwrap(check_module(who, model)), **select(model)}
+    return {name: m for name, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
+
+
 def _names_of(block: Block, within: Any) -> dict[int, str]:
     """The modules of `within` by id, each with its name: of one module all that are in it."""
-    if isinstance(within, nn.Module):  # scripted modules run no Python hooks
-        found = {"": unwrap(within), **select(within)}
-        within = {n: m for n, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
+    if isinstance(within, nn.Module):
+        within = modules_inside(within, block.who)
     names = dict[int, str]()
     for i, (name, m, leaf) in enumerate(named_modules_of(within, block.who)):
         check_hookable(m, block.who)

@@ -163,8 +163,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = self.trace.calls.get(name)
         if call is None:
             call = self.trace.calls[name] = Call(self.n_calls)
-            inputs = Inputs(args, kwargs)
-            call.inputs = describe(inputs[0] if len(inputs) == 1 and not kwargs else inputs)
+            call.inputs = describe(Inputs(args, kwargs))
             call.in_shape = shape_of(args[0] if len(args) == 1 else args)
         self.n_calls += 1
         call.n += 1

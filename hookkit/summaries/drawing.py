@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hookkit.errors import OptionError
 from hookkit.markup import fragment
 from hookkit.summaries.rows import Row, Totals
-from hookkit.texts import clip, harmless, nbytes, pad, percent, si, wrap
+from hookkit.texts import clip, harmless, nbytes, percent, si, wrap
 
 if TYPE_CHECKING:
     from hookkit.summaries.result import Summary
@@ -213,8 +213,8 @@ def as_text(
     drawn = []
     for row, note in zip(table, notes, strict=True):
         cells = [
-            pad(clip(text, size), size, right=i > 0 and names[i - 1] in _RIGHT)
-            for i, (text, size) in enumerate(zip(row, sizes, strict=True))
+            clip(text, size).rjust(size) if name in _RIGHT else clip(text, size).ljust(size)
+            for name, text, size in zip(("layer", *names), row, sizes, strict=True)
         ]
         drawn.append(clip("  ".join([*cells, note]).rstrip(), n))
     rule = "─" * min(n, max(20, *map(len, drawn)))

@@ -6,7 +6,7 @@ Builds on `modelinfo` for the model's `Tree` and its `Trace`, and on `rows` and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +26,7 @@ from hookkit.summaries.rows import rows_of
 _BATCH_OF_ONE = "Expected more than 1 value per channel when training"
 _EVALUATED = "Run in evaluation mode: in training mode BatchNorm refuses a single value a channel."
 _NO_SAVED = "torch.func runs in the forward: saved bytes are unknown, and left out of the sums."
-# Copies of a parameter in the state of the common optimizers, which their options decide.
-_COPIES: dict[str, Callable[[dict[str, Any]], int]] = {
-    "SGD": lambda g: bool(g.get("momentum")),
-    "Adam": lambda g: 2 + bool(g.get("amsgrad")),
-    "AdamW": lambda g: 2 + bool(g.get("amsgrad")),
-}
+_NUMBER = int | float | Tensor
 # Private, in torch 2.11 to 2.13: the common base of all BatchNorms, which has no public name.
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -87,20 +82,10 @@ def summary(
     """
     view = _checked(model, opt, fold, depth, columns)
     tree = Tree(model)
-    given = _sized(tree, args)
-    inputs = Inputs(given, {**kwargs, **(model_kwargs or {})})
+    inputs = Inputs(_sized(tree, args), {**kwargs, **(model_kwargs or {})})
     if not inputs and not inputs.kwargs:
         return build(tree, None, opt, view)
-    try:
-        return run_summary(tree, inputs, opt, view)
-    except RuntimeError as e:
-        if given is not args and any(isinstance(m, nn.Embedding) for m in tree.model.modules()):
-            shape = ", ".join(map(str, given[0].shape))
-            e.add_note(
-                f"summary made a batch of floats of the size {args[0]}, and an Embedding takes "
-                f"whole numbers: summary(model, torch.zeros({shape}, dtype=torch.long))"
-            )
-        raise
+    return run_summary(tree, inputs, opt, view)
 
 
 def _checked(model: Any, opt: Any, fold: Any, depth: Any, columns: Any) -> dict[str, Any]:
@@ -146,7 +131,9 @@ def run_summary(
 
     def read(trace: Trace) -> tuple[Summary, Exception | None]:
         shown = (*notes, *([] if trace.saves else [_NO_SAVED]))
-        return build(tree, trace, opt, view, _inputs_text(inputs), shown), trace.error
+        dtypes = ", ".join(dict.fromkeys(map(dtype_name, leaves(inputs))))
+        text = f"{describe(inputs)} {dtypes}".rstrip()  # `1×128 int64`
+        return build(tree, trace, opt, view, text, shown), trace.error
 
     result, error = trace(tree, inputs, read, training=training)
     if error is not None and _BATCH_OF_ONE in str(error) and training is not False:
@@ -156,12 +143,6 @@ def run_summary(
         error.add_note(f"\nin {who}, up to the error:\n{result.text(width=100)}")
         raise error
     return result
-
-
-def _inputs_text(inputs: Inputs) -> str:
-    """Shapes and dtypes of the inputs, `1×128 int64`."""
-    text = describe(inputs[0] if len(inputs) == 1 and not inputs.kwargs else inputs)
-    return " ".join([text, ", ".join(dict.fromkeys(map(dtype_name, leaves(inputs))))]).rstrip()
 
 
 def build(
@@ -230,34 +211,30 @@ def _bytes(p: Tensor) -> int:
 
 
 def _read(opt: Optimizer) -> dict[str, Any]:
-    """Name, groups and state of `opt`: what is there, or will be after the first step.
+    """Return the name, the groups and the bytes of state of `opt`.
 
-    `state_bytes` are None before the first step of an optimizer whose state is not known.
+    Before the first step the state of SGD, Adam and AdamW is predicted; that of others is None.
     """
+    kind, groups, predicted = type(opt).__name__, [], 0
+    for i, group in enumerate(opt.param_groups):
+        trained = [p for p in group["params"] if p.requires_grad]
+        copies = bool(group.get("momentum")) if kind == "SGD" else 2 + bool(group.get("amsgrad"))
+        predicted += copies * sum(map(_bytes, trained))
+        numbers = {k: x for k in ("lr", "weight_decay") if isinstance(x := group.get(k), _NUMBER)}
+        groups.append(
+            {
+                "index": i,
+                "name": str(group.get("name", "")),
+                "n_params": sum(map(numel, group["params"])),
+                "n_trainable": sum(map(numel, trained)),
+                **{k: float(x) for k, x in numbers.items()},
+            }
+        )
     held = {storage_of(t) for state in opt.state.values() for t in leaves(dict(state))}
-    size: int | None = sum(n for _, n in held)
-    copies = _COPIES.get(type(opt).__name__)
-    trained = [(g, p) for g in opt.param_groups for p in g["params"] if p.requires_grad]
-    if not held:
-        size = None if copies is None else sum(int(copies(g)) * _bytes(p) for g, p in trained)
+    is_known = held or kind in ("SGD", "Adam", "AdamW")
     return {
-        "name": type(opt).__name__,
-        "state_bytes": size,
-        "state_from": "" if held or size is None else " (after the first step)",
-        "groups": [_group(i, g) for i, g in enumerate(opt.param_groups)],
-    }
-
-
-def _group(i: int, group: dict[str, Any]) -> dict[str, Any]:
-    numbers = {
-        k: float(group[k])
-        for k in ("lr", "weight_decay")
-        if isinstance(group.get(k), int | float | Tensor)
-    }
-    return {
-        "index": i,
-        "name": str(group.get("name", "")),
-        "n_params": sum(map(numel, group["params"])),
-        "n_trainable": sum(numel(p) for p in group["params"] if p.requires_grad),
-        **numbers,
+        "name": kind,
+        "state_bytes": (sum(n for _, n in held) or predicted) if is_known else None,
+        "state_from": " (after the first step)" if is_known and not held else "",
+        "groups": groups,
     }
