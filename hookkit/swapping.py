@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from hookkit.checks import check_module, kind_of
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError, warn
 from hookkit.hooks.attach import attach, recomputing
 from hookkit.hooks.eager import layer_by_layer
+from hookkit.hooks.snapshot import snapshot
 from hookkit.modules import submodules, unwrap
 from hookkit.nested import Inputs, tmap
 from hookkit.selecting import select
@@ -169,9 +169,6 @@ class Wrapper(nn.Module):
     those of `wrapped` (`wrapper.in_features`). In a state dict the keys of `wrapped` begin with
     `wrapped.`, so save and load a model outside the block.
 
-    Args:
-        wrapped: the module in whose place it stands.
-
     >>> class Doubled(Wrapper):
     ...     def forward(self, *args, **kwargs):
     ...         return 2 * self.wrapped(*args, **kwargs)
@@ -202,8 +199,7 @@ class Wrapper(nn.Module):
             return getattr(held["wrapped"], name)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call of a caught module: `inputs` (positional by index, keyword by name) and `output`."""
 
     inputs: Inputs
@@ -212,9 +208,6 @@ class Call:
 
 class Catcher(Wrapper):
     """Records what goes into a module and what comes out, as detached copies.
-
-    Args:
-        wrapped: the module to call.
 
     Attributes:
         calls: a `Call` for each call, but for those that activation checkpointing repeats.
@@ -231,33 +224,24 @@ class Catcher(Wrapper):
         self.calls: list[Call] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what `wrapped` returns, and records it with what it was given."""
-        inputs = tmap(_copy, Inputs(args, kwargs))  # now: the call may write into them
+        """Call `wrapped`, record what it was given and what it returns, and return that."""
+        inputs = tmap(snapshot, Inputs(args, kwargs))  # now: the call may write into them
         output = self.wrapped(*args, **kwargs)
         if not recomputing():
-            self.calls.append(Call(inputs, tmap(_copy, output)))
+            self.calls.append(Call(inputs, tmap(snapshot, output)))
         return output
-
-
-def _copy(x: Tensor) -> Tensor:
-    return x.detach().clone()
 
 
 class GramWrapper(Wrapper):
     """Sums XᵀX over the inputs X of a layer, each flattened to rows of its last dimension.
 
     Layer-wise quantisation and pruning need this sum: GPTQ's Hessian is 2 XᵀX (Frantar et al. 2022,
-    arXiv:2210.17323, eq. 3). Its size does not grow with the data.
-
-    Args:
-        wrapped: a layer whose first input is (..., n_features), such as a Linear.
+    arXiv:2210.17323, eq. 3). It wraps layers whose first input is (..., n_features), such as a
+    Linear; of a convolution, whose channels are in another dimension, it raises an OptionError.
 
     Attributes:
         gram: (n_features, n_features), fp32 or fp64, on the inputs' device; None before a call.
         n_rows: how many rows were summed, so `gram / n_rows` is the second moment.
-
-    Raises:
-        OptionError: `wrapped` is a convolution, whose rows are not in the last dimension.
 
     >>> net = nn.Sequential(nn.Linear(3, 2))
     >>> with swap(net, {"0": GramWrapper}) as seen:
@@ -278,7 +262,7 @@ class GramWrapper(Wrapper):
         self.n_rows = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what `wrapped` returns; its first input is summed before the call."""
+        """Sum the first input, then call `wrapped` and return what it returns."""
         x = (args or tuple(kwargs.values()))[0].detach()
         if not recomputing():
             rows = x.reshape(-1, x.shape[-1]).to(torch.promote_types(x.dtype, torch.float32))

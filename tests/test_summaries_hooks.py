@@ -90,24 +90,6 @@ def test_captures_around_a_summary_see_nothing_of_it(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.count("→") == 3
 
 
-def test_a_model_that_owns_a_capture_reads_it_in_the_summary() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
-            self.h = hook_output(self.a)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.a(x)
-            out: Tensor = self.b(self.h.stored)
-            return out
-
-    net = Net()
-
-    assert summary(net, torch.ones(1, 3)).output == "1×2 float32"
-    assert net(torch.ones(1, 3)).shape == (1, 2)
-
-
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_hooks_of_pytorch_itself_run() -> None:
     old: Any = torch.nn.utils.weight_norm(nn.Linear(3, 4))

@@ -20,14 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Private by its path, in torch 2.11 to 2.13; FlopCounterMode derives from it. It sees every
-# operation below autograd; nothing public does, so there is no fallback.
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from hookkit.autograd_graph import graph_nodes
 from hookkit.modelinfo.macs import formula_of, name_of
 from hookkit.modelinfo.tree import Tree, dtype_name, storage_of
-from hookkit.modelinfo.untouched import written_by
+from hookkit.modelinfo.untouched import Operations, written_by
 from hookkit.modules import can_run
 from hookkit.nested import Inputs, describe, leaves
 
@@ -82,15 +78,13 @@ class Saved:
         self.tensor, self.name = tensor, name
 
 
-class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tracer(Operations):  # type: ignore[no-untyped-call]
     """What is seen while a model runs: as a mode each operation, by `attach` each module's calls.
 
     `write` is called with each tensor before it is written; `run` is for the trace. `bound` are the
     multiply-accumulates and the saved bytes beyond which `Stopped` is raised; `stopped` stays true
     if the model swallows it.
     """
-
-    supports_higher_order_operators = True  # else torch raises for flex attention
 
     def __init__(
         self,
@@ -99,7 +93,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         run: str,
         bound: tuple[float, float] = (inf, inf),
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.tree, self.write, self.bound = tree, write, bound
         self.trace = Trace(run)
         self.names = {
@@ -114,13 +108,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.storages = {storage_of(t)[0] for t in tree.tensors}
         self.n_calls = self.n_macs = self.n_saved_bytes = 0
         self.stopped = False
-
-    # Private, in torch 2.11 to 2.13: whether the compiler skips what runs inside. True, the
-    # default, costs a wrapper around every operation; nothing is compiled here. If torch no longer
-    # calls it, only time is lost.
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hookkit.hooks.attach import HookEntry
-from hookkit.hooks.block import Registered
 from hookkit.hooks.eager import layer_by_layer
 from hookkit.modelinfo.tree import Tree, storage_of
 from hookkit.nested import PLAIN, Inputs, leaves, tmap
@@ -38,7 +37,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _OF_TORCH = frozenset(vars(nn.Module()))
 _CONTAINERS = (OrderedDict, dict, list, set, deque)  # those that can be restored
 
-Restore = Callable[[], None]
+Restore = Callable[[], object]
 
 
 @contextmanager
@@ -59,23 +58,21 @@ def untouched(
     classes and of tensors, globals, closures, `__slots__` and what NumPy writes or draws are not.
 
     hookkit's hooks that only observe are off inside it, so that captures and statistics do not see
-    the run, but for captures that the model itself holds. Edits, the user's own hooks and PyTorch's
-    global hooks (`hook_all`) run.
+    the run; so a forward that reads a capture of its own finds it empty. Edits, the user's own
+    hooks and PyTorch's global hooks (`hook_all`) run.
 
     Args:
         model: a module, or its `Tree` if there is one already.
-        params: copies everything now, which costs nothing for each operation. By default
-            parameters, gradients and tensors inside containers are copied before their first write,
-            and compiled code runs eagerly.
+        params: copies everything now, which costs nothing for each operation. By default only
+            buffers are, and other tensors before their first write; compiled code runs eagerly.
         observers: leaves the hooks that observe on.
         watch: whether writes are seen here; if not, the caller reports them.
 
     Yields:
         A function that is called with a tensor before its memory is written.
 
-    Cost: a copy of each buffer and tensor in an attribute, and about 5 µs for each operation; with
-    `params` a copy of each parameter and gradient instead. On a GPU each copy is compared at the
-    end (one sync each).
+    Cost: a copy of each buffer, and about 5 µs for each operation; with `params` a copy of each
+    tensor instead. On a GPU each copy is compared at the end (one sync each).
 
     >>> net = nn.BatchNorm1d(3)
     >>> with untouched(net):
@@ -87,25 +84,23 @@ def untouched(
     tree = model if isinstance(model, Tree) else Tree(model)
     attributes = Attributes([*tree.wrappers, *tree.modules])
     modules = attributes.modules
-    others = [t for m in attributes.hidden for t in (*_own(m, "_parameters"), *_own(m, "_buffers"))]
-    contents = Contents([*tree.tensors, *attributes.direct, *attributes.inside, *others])
-    buffers = {id(b) for m in modules for b in _own(m, "_buffers")}
-    at_once = buffers | {id(t) for t in attributes.direct}
-    for t in contents.tensors:
-        if params or id(t) in at_once:
-            contents.copy(t)
+    buffers = [t for m in modules for t in m.buffers(recurse=False)]
+    inside = [t for m in attributes.hidden for t in m.parameters(recurse=False)]
+    contents = Contents([*tree.tensors, *buffers, *inside, *attributes.tensors])
+    # kernels such as BatchNorm's write buffers unseen
+    for t in contents.tensors if params else buffers:
+        contents.copy(t)
     with ExitStack() as undo:
         for restore in (*process_state(), *attributes.generators, contents.restore):
             undo.callback(restore)
         for m in tree.scripted:
             undo.callback(setattr, m, "training", m.training)
         undo.callback(attributes.restore)
-        if not observers:
-            tables = [vars(m).get(name, {}) for m in modules for name in _HOOKS]
-            own = {id(h) for hook in attributes.held for h in hook._each()}
-            for table in tables:
-                for key in [key for key, hook in table.items() if _observes(hook, own)]:
-                    del table[key]
+        for table in (
+            () if observers else [vars(m).get(name, {}) for m in modules for name in _HOOKS]
+        ):
+            for key in [k for k, h in table.items() if isinstance(h, HookEntry) and h.observes]:
+                del table[key]
         if not params:
             undo.enter_context(layer_by_layer(always=True))  # compiled code would hide writes
             if watch:
@@ -114,23 +109,10 @@ def untouched(
 
 
 def set_mode(tree: Tree, training: bool | None) -> None:
-    """Puts every module of `tree` into training or evaluation mode; None leaves all as they are."""
+    """Put every module of `tree` into training or evaluation mode; None leaves all as they are."""
     if training is not None:
         for m in (*tree.wrappers, *tree.modules, *tree.scripted):
             m.training = training
-
-
-def _observes(hook: Any, own: set[int]) -> bool:
-    """Whether `hook` only observes, and is none of the captures `own` that the model itself has."""
-    if not isinstance(hook, HookEntry):
-        return False
-    owner = getattr(getattr(hook, "callback", None), "__self__", None)
-    return hook.observes and own.isdisjoint((id(hook), id(owner)))
-
-
-def _own(m: nn.Module, name: str) -> list[Tensor]:
-    """The tensors in one of the two dicts in which PyTorch registers them."""
-    return [t for t in vars(m).get(name, {}).values() if t is not None]
 
 
 # --- what a run writes
@@ -156,20 +138,28 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls `write` with each tensor before an operation writes it."""
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Base of what sees every operation of a run."""
 
     supports_higher_order_operators = True  # else torch raises for flex attention
 
-    def __init__(self, write: Callable[[Tensor], None]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.write = write
 
     # Private, in torch 2.11 to 2.13: whether the compiler skips what runs inside. True, the
-    # default, costs a wrapper around every operation.
+    # default, costs a wrapper around every operation; nothing is compiled here. If torch no longer
+    # calls it, only time is lost.
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+class _Writes(Operations):  # type: ignore[no-untyped-call]
+    """Calls `write` with each tensor before an operation writes it."""
+
+    def __init__(self, write: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.write = write
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -190,40 +180,33 @@ class Attributes:
 
     Attributes:
         modules: those given, and `hidden`: others that are found in attributes, and all in them.
-        direct: tensors that are attributes; `inside` are those in containers and objects.
-        held: hookkit's hooks.
+        tensors: those in attributes.
         generators: functions that restore the random states found.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.modules, self.hidden = [*modules], list[nn.Module]()
-        self.direct, self.inside = list[Tensor](), list[Tensor]()
-        self.held, self.generators = list[Registered](), list[Restore]()
+        self.tensors, self.generators = list[Tensor](), list[Restore]()
         self._kinds, self._contents = list[tuple[nn.Module, type]](), list[Any]()
         self._seen = {id(m) for m in modules}
         for m in self.modules:  # grows
             self._kinds.append((m, type(m)))
             own = vars(m)
-            self.note(own)
+            self._note(own)
             for name, x in own.items():
-                if name in _OF_TORCH:
-                    self.note(x)
-                elif issubclass(type(x), Tensor):
-                    self.direct.append(x)
-                else:
-                    self._walk(x)
+                (self._note if name in _OF_TORCH else self._walk)(x)
 
-    def note(self, x: Any) -> list[Any]:
-        """Remembers what `x` holds, if it is a container that can be restored; gives that."""
+    def _note(self, x: Any) -> list[Any]:
+        """Remember what `x` holds, if it is a container that can be restored, and return that."""
         kind = next((c for c in type(x).__mro__ if c in _CONTAINERS), None)
         if kind is None:
             return []
         content = _content(x, kind)
         self._contents.append((x, kind, content))
-        return [v for _, v in content] if issubclass(kind, dict) else content
+        return content[1::2] if issubclass(kind, dict) else content
 
     def _walk(self, x: Any) -> None:
-        """Notes everything in `x`: containers at any depth, and objects, but none inside these."""
+        """Note everything in `x`: containers at any depth, and objects, but none inside these."""
         stack = [(x, True)]
         while stack:
             x, enter = stack.pop()
@@ -231,81 +214,70 @@ class Attributes:
             if kind in PLAIN or id(x) in self._seen or issubclass(kind, type | ModuleType):
                 continue
             if issubclass(kind, Tensor):
-                self.inside.append(x)
+                self.tensors.append(x)
             elif issubclass(kind, nn.Module):
-                self._add(x)
-            elif issubclass(kind, Registered):
-                self.held.append(x)
+                new = [m for m in x.modules() if id(m) not in self._seen]
+                new = [m for m in new if not isinstance(m, torch.jit.ScriptModule)]
+                self.hidden += new
+                self.modules += new
+                self._seen.update(map(id, new))
             elif issubclass(kind, torch.Generator):
                 self.generators.append(partial(x.set_state, x.get_state()))
             elif enter or issubclass(kind, (tuple, *_CONTAINERS)):
                 self._seen.add(id(x))
-                parts = tuple.__iter__(x) if issubclass(kind, tuple) else self.note(x)
+                parts = tuple.__iter__(x) if issubclass(kind, tuple) else self._note(x)
                 stack += [(part, enter) for part in parts]
                 own = _attributes_of(x) if enter else None
-                stack += [(part, False) for part in self.note(own)]
-
-    def _add(self, module: nn.Module) -> None:
-        new = [m for m in module.modules() if id(m) not in self._seen]
-        new = [m for m in new if not isinstance(m, torch.jit.ScriptModule)]
-        self.hidden += new
-        self.modules += new
-        self._seen.update(map(id, new))
+                stack += [(part, False) for part in self._note(own)]
 
     def restore(self) -> None:
-        """Puts the classes of modules back, and what each container held."""
+        """Put the classes of modules back, and what each container held."""
         for m, kind in self._kinds:
             if type(m) is not kind:  # a lazy module becomes another in its first call
                 m.__class__ = kind
         for x, kind, content in self._contents:
-            if not _same(_content(x, kind), content, kind):
-                kind.clear(x)
-                if issubclass(kind, dict):
-                    for key, value in content:
-                        kind.__setitem__(x, key, value)
-                else:
-                    (kind.update if kind is set else kind.extend)(x, content)
+            if [*map(id, _content(x, kind))] == [*map(id, content)]:
+                continue
+            kind.clear(x)
+            if issubclass(kind, dict):
+                for key, value in zip(content[::2], content[1::2], strict=True):
+                    kind.__setitem__(x, key, value)
+            else:
+                (kind.update if kind is set else kind.extend)(x, content)
 
 
 def _content(x: Any, kind: Any) -> list[Any]:
-    """The items of a dict, or the elements of another container, as they are stored."""
-    return [*(kind.items(x) if issubclass(kind, dict) else kind.__iter__(x))]
-
-
-def _same(a: list[Any], b: list[Any], kind: type) -> bool:
-    """Whether two contents are the same objects, in the same order if there is one."""
+    """List the elements of a container as they are stored: of a dict, key, value, key, value …"""
     if issubclass(kind, dict):
-        a, b = ([part for pair in content for part in pair] for content in (a, b))
-    ids: list[Any] = [[*map(id, a)], [*map(id, b)]]
-    return {*ids[0]} == {*ids[1]} if kind is set else bool(ids[0] == ids[1])
+        return [part for pair in kind.items(x) for part in pair]
+    return [*kind.__iter__(x)]
 
 
-def _attributes_of(x: Any) -> dict[str, Any] | None:
-    """The dict in which Python stores the attributes of `x`; None if there is none.
+def _attributes_of(x: Any) -> Any:
+    """Return the dict in which Python stores the attributes of `x`; None if there is none.
 
     A class may have a property of that name, which is not read.
     """
     places = (vars(c)["__dict__"] for c in type(x).__mro__ if "__dict__" in vars(c))
-    place = next(places, None)
-    own = isinstance(place, GetSetDescriptorType | MemberDescriptorType) and place.__get__(x)
-    return own if type(own) is dict else None
+    place: Any = next(places, None)
+    is_pythons = isinstance(place, GetSetDescriptorType | MemberDescriptorType)
+    return place.__get__(x) if is_pythons else None
 
 
-def process_state() -> Iterator[Restore]:
-    """Restore the grad mode and the random states, each of those that are in use."""
-    states: list[tuple[Callable[[Any], Any], Any]] = [
-        (torch.set_grad_enabled, torch.is_grad_enabled()),
-        (torch.set_rng_state, torch.get_rng_state()),
-        (random.setstate, random.getstate()),
-        (np.random.set_state, np.random.get_state()),
+def process_state() -> list[Restore]:
+    """Return functions that restore the grad mode and the random states that are in use."""
+    restore: list[Restore] = [
+        partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+        partial(torch.set_rng_state, torch.get_rng_state()),
+        partial(random.setstate, random.getstate()),
+        partial(np.random.set_state, np.random.get_state()),
     ]
     for device in (torch.cuda, torch.xpu):
         if device.is_available() and device.is_initialized():
-            states.append((device.set_rng_state_all, device.get_rng_state_all()))
+            restore.append(partial(device.set_rng_state_all, device.get_rng_state_all()))
     if torch.backends.mps.is_available():
-        states.append((torch.mps.set_rng_state, torch.mps.get_rng_state()))
-    for put, state in states:
-        yield lambda put=put, state=state: put(state)  # type: ignore[misc]
+        restore.append(partial(torch.mps.set_rng_state, torch.mps.get_rng_state()))
+    return restore
 
 
 class Contents:
@@ -322,56 +294,47 @@ class Contents:
             for t in {id(t): t for t in tensors}.values()
         ]
         grads = [grad for *_, grad in self.states if grad is not None]
-        every = [*(state[0] for state in self.states), *grads]
+        every = [*(t for t, *_ in self.states), *grads]
         self.tensors = [t for t in every if not (nn.parameter.is_lazy(t) or t.is_inference())]
-        self.grads = {id(grad) for grad in grads}
-        self.copies: list[tuple[Tensor, int, Tensor]] = []
+        self.copies: list[tuple[Tensor, Tensor]] = []
         self.in_memory: dict[Any, list[Tensor]] = {}
         for t in self.tensors:
             self.in_memory.setdefault(storage_of(t)[0], []).append(t)
 
     def copy(self, t: Tensor) -> None:
-        """Copies the model's tensors in the memory of `t`, unless that is done."""
+        """Copy the model's tensors in the memory of `t`, unless that is done."""
         tensors = self.in_memory.pop(storage_of(t)[0], ())
         with _disable_current_modes() if tensors else nullcontext():
-            for own in tensors:
-                # `_version` counts writes in place; see `_is_written`.
-                self.copies.append((own, own._version, own.detach().clone()))
+            self.copies += [(own, own.detach().clone()) for own in tensors]
 
     def restore(self) -> None:
-        """Puts back memory, flags, gradients and, where there is a copy, content."""
+        """Put back memory, flags, gradients and, where there is a copy, content."""
         for t, kind, data, requires_grad, grad in self.states:
-            if type(t) is not kind or _is_replaced(t, data):
+            if type(t) is not kind or _place(t) != _place(data):
                 t.data = data
                 t.__class__ = kind  # a lazy parameter becomes another in its first call
             if t.is_leaf and t.grad is not grad:
                 t.grad = grad
             if t.is_leaf and t.requires_grad != requires_grad:
                 t.requires_grad_(requires_grad)
-        for t, version, content in self.copies:
-            if _is_written(t, version, content):  # sync: one for each copy on a GPU
+        for t, content in self.copies:
+            if not _is_equal(t, content):  # sync: one for each copy on a GPU
                 t.data.copy_(content)  # `.data`, for graphs that have saved `t`
 
 
-def _is_replaced(t: Tensor, data: Tensor) -> bool:
-    return not nn.parameter.is_lazy(t) and (
-        t.shape != data.shape or storage_of(t)[0] != storage_of(data)[0]
-    )
+def _place(t: Tensor) -> Any:
+    return None if nn.parameter.is_lazy(t) else (t.shape, storage_of(t)[0])
 
 
-def _is_written(t: Tensor, version: int, content: Tensor) -> bool:
-    """True if `t` was written in place; what was not is left alone, for graphs that saved it.
+def _is_equal(t: Tensor, content: Tensor) -> bool:
+    """Compare values: PyTorch's count of writes misses those of `.data` and of BatchNorm's kernel.
 
-    Values are compared, since PyTorch's count of writes misses those through `.data` and of
-    BatchNorm's kernel. The count serves where values cannot be compared. It is private, in torch
-    2.11 to 2.13; without it those tensors would be copied back always.
+    False where they cannot be compared. An expanded tensor is not written if it is equal.
     """
-    if t.layout is torch.strided and not (t.is_meta or t.is_nested):
-        try:
-            return not torch.equal(t, content)
-        except RuntimeError:  # a dtype or subclass without `equal`
-            pass
-    return t._version != version
+    try:
+        return torch.equal(t, content)
+    except Exception:  # meta, sparse and nested tensors, dtypes and subclasses without `equal`
+        return False
 
 
 def real_inputs(inputs: Inputs) -> Inputs:

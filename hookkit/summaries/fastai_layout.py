@@ -22,7 +22,7 @@ from hookkit.summaries.rows import Row
 from hookkit.summaries.summarizing import run_summary
 from hookkit.texts import harmless, percent
 
-_N = 76  # fastai's width
+_RULE = 76 * "="  # fastai's width
 
 
 class SummaryText(str):
@@ -42,15 +42,9 @@ class SummaryText(str):
 def layer_info(learn: Any, *xb: Any) -> list[tuple[str, int | str, Any, Any, bool]]:
     """List type, parameters, trainable, output shape, same as its input, of each innermost layer.
 
-    As fastai's: for one sample (shapes begin with 1), "" for parameters and trainable where there
-    are none. In order of execution; a layer that is not called has shape None.
-
-    Args:
-        learn: a Learner, or anything with a `model`.
-        *xb: the inputs of a batch, of which the first sample is taken.
-
-    Returns:
-        A tuple for each layer.
+    Shapes are those of the first sample of the inputs `xb`, as in fastai: they begin with 1. ""
+    stands for parameters and trainable where there are none, None for the shape of a layer that is
+    not called. `learn` is a Learner, or anything with a `model`.
 
     >>> from hookkit.testing import synth_learner
     >>> learn = synth_learner(model=nn.Sequential(nn.Linear(1, 3), nn.ReLU(), nn.Linear(3, 1)))
@@ -64,20 +58,15 @@ def layer_info(learn: Any, *xb: Any) -> list[tuple[str, int | str, Any, Any, boo
 def module_summary(learn: Any, *xb: Any) -> SummaryText:
     """Draw the layers of `learn.model` in fastai's layout, for the inputs `xb` of a batch.
 
-    Args:
-        learn: a Learner, or anything with a `model`.
-        *xb: the inputs of a batch.
-
-    Returns:
-        A str that shows unquoted at the prompt and carries the `Summary` as `.summary`.
+    Returns a str that shows unquoted at the prompt and carries the `Summary` as `.summary`. `learn`
+    is a Learner, or anything with a `model`.
 
     >>> from hookkit.testing import synth_learner
     >>> learn = synth_learner(model=nn.Sequential(nn.Linear(1, 3), nn.ReLU(), nn.Linear(3, 1)))
     >>> module_summary(learn, *learn.dls.one_batch()[:1]).summary.n_params
     10
     """
-    result = _summary_of("module_summary", learn, Inputs(xb))
-    return _carrying(result, _drawn(result, xb))
+    return _drawn(_summary_of("module_summary", learn, Inputs(xb)), xb)
 
 
 def learner_summary(learn: Any) -> SummaryText:
@@ -93,29 +82,22 @@ def learner_summary(learn: Any) -> SummaryText:
             "learn.summary() runs one training batch: this Learner has no data. Make it with "
             "DataLoaders(train, valid), or use module_summary(learn, xb)."
         )
-    with untouched(learn.model, observers=True):  # a dataset may call the model
+    with untouched(learn.model, observers=True):  # a dataset may draw numbers, or call the model
         batch = first_batch(train, "the training loader")
     if isinstance(batch, Mapping):
         xb = Inputs((), batch)
     else:
         xb = Inputs(split_batch(batch, getattr(learn.dls, "n_inp", None))[0])
-    result = _summary_of("learn.summary", learn, xb)
-    text = f"{_drawn(result, xb)}Optimizer used: {learn.opt_func}\n"
-    text += f"Loss function: {learn.loss_func}\n\n"
+    text = f"Optimizer used: {learn.opt_func}\nLoss function: {learn.loss_func}\n\n"
     if learn.opt is not None:
         at = getattr(learn, "frozen_idx", 0)
         text += f"Model frozen up to parameter group #{at}\n\n" if at else "Model unfrozen\n\n"
     names = [type(cb).__name__ for cb in sorted(learn.cbs, key=lambda cb: cb.order)]
     text += "Callbacks:\n" + "\n".join(f"  - {name}" for name in names)
     loss = getattr(learn.loss_func, "__name__", None) or str(learn.loss_func).partition("\n")[0]
-    notes = (f"Loss {loss}", f"Callbacks {', '.join(names) or 'none'}")
-    return _carrying(replace(result, notes=(*result.notes, *notes)), text)
-
-
-def _carrying(summary: Summary, text: str) -> SummaryText:
-    made = SummaryText(text)
-    made.summary = summary
-    return made
+    found = _summary_of("learn.summary", learn, xb)
+    notes = (*found.notes, f"Loss {loss}", f"Callbacks {', '.join(names) or 'none'}")
+    return _drawn(replace(found, notes=notes), xb, text)
 
 
 def _summary_of(who: str, learn: Any, xb: Inputs, training: bool = True) -> Summary:
@@ -136,9 +118,6 @@ def _summary_of(who: str, learn: Any, xb: Inputs, training: bool = True) -> Summ
     return run_summary(tree, xb, opt, view, training=mode, who="learn.summary")
 
 
-# --- the table
-
-
 def _layers(s: Summary) -> list[Row]:
     return [r for r in s if r.kind == "parameter" or (r.kind == "module" and r.leaf)]
 
@@ -152,7 +131,7 @@ def _info(r: Row) -> tuple[str, int | str, Any, Any, bool]:
 
 
 def _sizes(shape: Any) -> str:
-    """`16 x 1`; several as fastai's list of texts."""
+    """Write a shape as `16 x 1`, several as fastai's list of texts."""
     if isinstance(shape, list) and all(isinstance(n, int) for n in shape):
         return " x ".join(map(str, shape))
     if isinstance(shape, dict):
@@ -160,19 +139,24 @@ def _sizes(shape: Any) -> str:
     return str([_sizes(s) for s in shape]) if isinstance(shape, list | tuple) else str(shape)
 
 
-def _drawn(s: Summary, xb: Any) -> str:
+def _drawn(s: Summary, xb: Any, below: str = "") -> SummaryText:
+    """Draw the table of `s`, for the inputs `xb`, with a text below it."""
     inputs = [list(t.shape) for t in leaves(xb)]
     size = _sizes(inputs[0] if len(inputs) == 1 else inputs)
-    head = f"{'Layer (type)':<20} {'Output Shape':<20} {'Param #':<10} {'Trainable':<10}"
-    lines = [f"{harmless(s.rows[0].type)} (Input shape: {size})", "=" * _N, head, "=" * _N]
+    lines = [
+        f"{harmless(s.rows[0].type)} (Input shape: {size})",
+        _RULE,
+        f"{'Layer (type)':<20} {'Output Shape':<20} {'Param #':<10} {'Trainable':<10}",
+        _RULE,
+    ]
     previous: Any = None
-    for i, r in enumerate(_layers(s)):
+    for r in _layers(s):
         kind, n, free, shape, same = _info(r)
-        called = r.kind == "module" and r.calls and shape is not None
-        if called and (previous is None or not (same or shape == previous)):
-            lines += ["_" * _N] * (previous is not None and i > 0)
-            lines.append(f"{'':<20} {_sizes(shape):<20}")
-        previous = shape if called else previous
+        if r.kind == "module" and r.calls and shape is not None:
+            if previous is None or not (same or shape == previous):
+                lines += [_RULE.replace("=", "_")] * (previous is not None)
+                lines.append(f"{'':<20} {_sizes(shape):<20}")
+            previous = shape
         note = "" if not r.notes or r.notes[0].startswith("called") else r.notes[0]
         lines.append(f"{harmless(kind):<20} {harmless(note):<20} {n:<10} {free!s:<10}")
     totals = f"""
@@ -181,4 +165,6 @@ Total trainable params: {s.n_trainable:,}
 Total non-trainable params: {s.n_params - s.n_trainable:,}
 
 """
-    return "\n".join([*lines, "_" * _N, totals])
+    text = SummaryText("\n".join([*lines, _RULE.replace("=", "_"), totals]) + below)
+    text.summary = s
+    return text
