@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import translate
 from functools import cached_property
-from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -38,7 +37,6 @@ __all__ = ["Selection", "Selector", "leaf_modules", "select", "unwrap"]
 _LEAF = re.compile(rf"(.*?)((?:{BRACKET})+)", re.DOTALL)
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _DOT = re.compile(r"\.(?![^\[]*\])")  # not one inside brackets
-_MOST_NAMES = 100_000
 
 
 class Pick(NamedTuple):
@@ -254,14 +252,7 @@ class _Finder:
     @cached_property
     def places(self) -> list[Pick]:
         """Every name of every module; a shared module that holds shared ones has many."""
-        found = list(islice(_places(self.root), _MOST_NAMES))
-        if len(found) == _MOST_NAMES:
-            raise SelectionError(
-                f"this {type(self.root).__name__} has {_MOST_NAMES:,} names of modules or more, "
-                "since modules are shared inside shared ones. Select by class, by glob, or by "
-                "whole names."
-            )
-        return found
+        return list(_places(self.root))
 
     @cached_property
     def firsts(self) -> dict[int, Pick]:

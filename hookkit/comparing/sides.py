@@ -192,12 +192,10 @@ def sum_of_outputs(out: Any) -> Tensor:
 
 
 def read(path: str | Path) -> Side:
-    """The outputs in a file that `Hooks.save` wrote, containers after what is inside them.
-
-    In a file of another writer a key is read as `name`.
+    """Read the outputs in a file that `Hooks.save` wrote, containers after what is inside them.
 
     Raises:
-        OptionError: the file is missing, damaged, or has no outputs.
+        OptionError: the file is missing, damaged, of another writer, or has no outputs.
         MissingExtraError: safetensors is not installed.
     """
     try:
@@ -206,37 +204,27 @@ def read(path: str | Path) -> Side:
         raise missing_extra("safetensors", "collect", "read a saved capture") from None
     try:
         with safe_open(path, framework="pt") as file:
-            about = {k: _json(text) for k, text in (file.metadata() or {}).items()}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as why:
+            about = {k: json.loads(text) for k, text in (file.metadata() or {}).items()}
+            tensors = {key: file.get_tensor(key) for key, *_ in about["keys"]}
+    except (OSError, SafetensorError, LookupError, ValueError) as why:
         raise OptionError(
             f"{WHO}: {path} cannot be read ({why}). Give a file that Hooks.save wrote."
         ) from why
-    if (kind := about.get("kind", "forward")) != "forward":
+    if (kind := about["kind"]) != "forward":
         raise OptionError(
             f"{WHO}: {path} has what hooks of kind {kind!r} stored, which are no outputs. Save "
             "what hook_outputs stored."
         )
-    keys = about.get("keys") or [(key, key, None, "") for key in sorted(tensors)]
-    leaves = about.get("leaves") or {}
-    side = Side(saved=True, last=all(call is None for _, _, call, _ in keys))
-    for text, name, call, inner in keys:
-        leaf = leaves.get(name, "")
+    side = Side(saved=True, last=all(call is None for _, _, call, _ in about["keys"]))
+    for text, name, call, inner in about["keys"]:
+        leaf = about["leaves"][name]
         module = name.removesuffix(leaf)
         side.paths[module] = (*side.paths.get(module, ()), leaf)
-        side.types[module] = (about.get("types") or {}).get(name, "")
+        side.types[module] = about["types"][name]
         key = Key(module, "output", call or 0)
         side.values.setdefault(key, []).append((leaf + inner, tensors[text]))
     side.values = {key: side.values[key] for key in _inside_out([*side.values])}
     return side
-
-
-def _json(text: str) -> Any:
-    """What a metadata entry holds; None where something else wrote it."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
 
 
 def _inside_out(keys: list[Key]) -> list[Key]:

@@ -49,7 +49,6 @@ def save(hooks: Any, path: str | Path) -> Path:
         "types": {name: type(h.module).__name__ for name, h in by_name.items()},
         "leaves": {name: h.leaf for name, h in by_name.items()},
         "kind": hooks.switch.kind,
-        "named": all(h.name is not None for h in hooks),
     }
     with atomic_write(path) as file:
         try:
