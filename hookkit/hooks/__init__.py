@@ -2,9 +2,7 @@
 
 making        `hook_output(s)` and `hook_input(s)`.
 collection    `Hooks`: many hooks as one.
-hook          `Hook`: what PyTorch calls, and the snapshot of one tensor.
-calls         What is done at any other call.
-reading       What a hook stored, as the user reads it.
+hook          `Hook`: what PyTorch calls, what it stores, and how that is read.
 block         The options, the `with` block, and why a hook never fired.
 parts         The part of a value that is meant; what receives gradients.
 grads         Tensor hooks on what a module gives or takes.

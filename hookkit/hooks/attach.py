@@ -49,6 +49,19 @@ def recomputing() -> bool:
 is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit._trace.is_tracing)
 
 
+# Private: `torch.compiler._is_exporting_flag`, True while torch.export traces. The public
+# `is_exporting()` is folded to True in any trace by torch 2.11, so edits would be left out of
+# compiled graphs. Without it, the public one is used.
+if hasattr(torch.compiler, "_is_exporting_flag"):
+
+    def is_exporting() -> bool:
+        """Whether torch.export is tracing."""
+        return bool(torch.compiler._is_exporting_flag)
+
+else:
+    is_exporting = torch.compiler.is_exporting
+
+
 def in_thread(thread: int | None) -> bool:
     """Whether this call is made by `thread`, or in a backward pass; None is every thread."""
     return thread is None or thread == get_ident() or (not is_compiling() and graph_task() != -1)

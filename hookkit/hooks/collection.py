@@ -18,8 +18,7 @@ from hookkit import ranks
 from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
 from hookkit.hooks.attach import check_hookable
 from hookkit.hooks.block import Block, Registered, reasons
-from hookkit.hooks.hook import Hook, kind_of
-from hookkit.hooks.reading import Values
+from hookkit.hooks.hook import Hook, Values, kind_of
 from hookkit.hooks.saving import save
 from hookkit.modules import submodules, unwrap
 
