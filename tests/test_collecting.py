@@ -282,17 +282,6 @@ def test_nothing_of_the_model_and_the_process_is_changed(error: Any, tmp_path: P
     assert fingerprint(model, (), {}) == before
 
 
-@pytest.mark.slow
-def test_a_compiled_model_is_seen(tmp_path: Path) -> None:
-    model = net()
-    compiled = torch.compile(model, backend="eager")
-    compiled(inputs())
-
-    acts = collect(compiled, loader(), "0", tmp_path)
-
-    assert torch.equal(acts["0"][:], model[0](inputs()).detach())
-
-
 class Inference(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -147,33 +147,6 @@ def test_modes_are_compared_from_one_random_state() -> None:
     assert (model.training, evaluated.training) == (True, False)
 
 
-def test_a_compiled_model_is_compared_layer_by_layer() -> None:
-    model = net().eval()
-    other = torch.compile(broken(model, "5.bias"), backend="eager")
-    other(X)
-
-    assert different(compare_models(model, other, X)) == ["5", ""]
-
-
-def test_each_run_begins_with_the_same_state() -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.n = 0
-            self.register_buffer("total", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.n += 1
-            self.total += self.n
-            return x * self.total
-
-    norm = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
-    model = nn.Sequential(norm, Counts())
-
-    assert compare_models(model, model, X, isolate=True).first is None
-    assert (model[1].n, float(model[1].total)) == (0, 0.0)
-
-
 # -- what only one side has, or cannot be compared -------------------------------------------------
 
 
@@ -387,23 +360,6 @@ def test_code_between_layers_is_an_own_error_of_the_module_around_them() -> None
     comparison = compare_models(model, other, X, isolate=True)
 
     assert different(comparison) == ["a", "inner"]
-
-
-def test_own_errors_of_recursive_calls_are_right() -> None:
-    class Again(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, n: int = 2) -> Tensor:
-            return self(x * 2, n - 1) + self.lin(x) if n else x
-
-    model = Net(lambda m, x: m.again(m.a(x)), again=Again())
-
-    comparison = compare_models(model, broken(model, "a.bias"), X, isolate=True)
-
-    assert different(comparison) == ["a"]
-    assert [r.own_rel for r in comparison["again"]] == [0.0, 0.0, 0.0]
 
 
 class Block(nn.Module):

@@ -67,17 +67,6 @@ def test_parameters_are_counted(module: nn.Module, n: int, trainable: bool) -> N
     assert type(total_params(module)[1]) is bool
 
 
-def test_a_tied_parameter_counts_once() -> None:
-    net = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
-    net[1].weight = net[0].weight
-
-    assert total_params(net) == (40, True)
-
-
-def test_a_frozen_module_is_not_trainable() -> None:
-    assert total_params(nn.Linear(2, 2).requires_grad_(False)) == (6, False)
-
-
 def test_parameters_are_found_at_any_depth() -> None:
     assert has_params(nn.Sequential(nn.Sequential(nn.ReLU(), nn.Linear(1, 1))))
     assert has_params(nn.ParameterList([nn.Parameter(torch.ones(1))]))
@@ -95,13 +84,6 @@ def test_flattening_keeps_order_lists_bare_parameters_and_shared_modules_once() 
     assert isinstance(flat[3], ParameterModule)
     assert flat[3].val is net.scale
     assert len(flat) == 4
-
-
-def test_flattening_ends_on_a_cyclic_model() -> None:
-    net = nn.Sequential(nn.Linear(2, 2))
-    net[0].parent = net
-
-    assert [m.val for m in flatten_model(net)] == [net[0].weight, net[0].bias]
 
 
 @pytest.mark.parametrize(
@@ -191,13 +173,6 @@ def test_sizes_of_three_conv_layers() -> None:
     assert model_sizes(body(), 32)[-1] == (1, 32, 16, 16)
 
 
-def test_each_place_of_a_shared_layer_has_its_own_size() -> None:
-    pool = nn.MaxPool2d(2)
-    net = nn.Sequential(nn.Conv2d(1, 1, 1), pool, nn.Conv2d(1, 1, 1), pool)
-
-    assert [s[-1] for s in model_sizes(net)] == [64, 32, 32, 16]
-
-
 def test_a_layer_that_is_shared_with_a_deeper_part_has_a_size() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -227,10 +202,6 @@ def test_features_of_a_sequence_come_last() -> None:
     assert num_features_model(net) == 12
 
 
-def test_features_by_example() -> None:
-    assert num_features_model(Branches(), x=torch.randn(3, 4)) == 2
-
-
 def test_an_error_on_an_example_is_the_models_own() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         model_sizes(Branches(), x=torch.randn(3, 5))
@@ -243,13 +214,6 @@ def test_a_size_and_an_example_are_one_too_many() -> None:
 
 def test_a_layer_without_children_gives_the_size_of_its_output() -> None:
     assert model_sizes(nn.Linear(5, 3)) == [torch.Size([1, 3])]
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_a_scripted_layer_says_its_channels() -> None:
-    net = nn.Sequential(torch.jit.script(nn.Conv2d(3, 4, 1)), nn.ReLU())
-
-    assert in_channels(net) == 3
 
 
 @pytest.mark.parametrize("f", [dummy_eval, model_sizes, num_features_model])

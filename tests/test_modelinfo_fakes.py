@@ -21,12 +21,6 @@ from hookkit.modelinfo import tracing
 from hookkit.nested import leaves
 from hookkit.summaries import summary
 
-# What models of the zoo warn of in a real run.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:LSTM with projections"),
-    pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad"),
-]
-
 
 @pytest.fixture(params=["real", "fake"])
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:

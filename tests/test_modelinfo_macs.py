@@ -43,6 +43,7 @@ def t(*shape: int) -> Tensor:
         (F.bilinear, (t(2, 3), t(2, 4), t(5, 3, 4)), 2 * 5 * 3 * 4),
         (F.conv1d, (t(1, 4, 10), t(8, 4, 3)), 8 * 8 * 4 * 3),
         (lambda x, w: F.conv2d(x, w, groups=2), (t(1, 4, 6, 6), t(8, 2, 3, 3)), 16 * 8 * 2 * 9),
+        (F.conv3d, (t(1, 2, 6, 6, 6), t(4, 2, 3, 3, 3)), 64 * 4 * 2 * 27),
         (F.conv_transpose2d, (t(1, 4, 5, 5), t(4, 8, 3, 3)), 25 * 4 * 8 * 9),
         (lambda x: x.relu().softmax(-1) + F.layer_norm(x, (3,)), (t(2, 3),), 0),
         (F.scaled_dot_product_attention, (t(2, 4, 6, 8), t(2, 4, 7, 8), t(2, 4, 7, 5)),

@@ -17,7 +17,6 @@ from hooked import fingerprint
 from torch import Tensor, nn
 
 from hookkit import Hooks, edit_output, hook_output
-from hookkit.modelinfo.tree import Tree
 from hookkit.modelinfo.untouched import untouched
 
 
@@ -225,19 +224,6 @@ def test_flex_attention_runs_in_a_process_that_has_compiled_nothing() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
-def test_objects_inside_objects_and_classes_are_not_put_back() -> None:
-    class Net(nn.Linear):
-        n = 0
-
-    model = Net(2, 2)
-    model.box = Box()  # type: ignore[assignment]
-
-    with untouched(model):
-        model.box.inner.n = Net.n = 1  # type: ignore[union-attr]
-
-    assert (model.box.inner.n, Net.n) == (1, 1)  # type: ignore[union-attr]
-
-
 def test_replaced_memory_is_put_back() -> None:
     model = nn.BatchNorm1d(3)
     weight, mean = model.weight.data_ptr(), model.running_mean.data_ptr()
@@ -293,12 +279,3 @@ def test_hooks_that_observe_are_off_and_back_in_their_order() -> None:
 
     assert torch.equal(edited, again)
     assert (h.n_calls, g.n_calls, calls.count("observer")) == (1, 1, 1)
-
-
-def test_observers_stay_on_if_asked_for() -> None:
-    model = nn.Linear(3, 3)
-
-    with hook_output(model) as h, untouched(Tree(model), observers=True):
-        model(torch.zeros(1, 3))
-
-        assert h.n_calls == 1

@@ -22,10 +22,7 @@ RUNS = [e for e in ZOO if "raises" not in e.tags and e.name not in WITHOUT]
 WEIGHTED = [e for e in RUNS if e.n_params and "compiled" not in e.tags]
 MOST = 4  # layers of a model; each costs a comparison
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:LSTM with projections"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 
 
 def copied(model: nn.Module) -> nn.Module:

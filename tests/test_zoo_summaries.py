@@ -13,10 +13,7 @@ from hookkit.summaries.drawing import tree
 from hookkit.summaries.rows import NUMBERS
 
 # What models of the zoo warn of in a real run.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:LSTM with projections"),
-    pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
 
 RUNS = [e for e in ZOO if "raises" not in e.tags]
 

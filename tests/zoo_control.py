@@ -33,32 +33,6 @@ class DataDependent(nn.Module):
 
 
 @module(
-    "moe_top1",
-    rand(6, 4),
-    params=4 * 3 + 3 + 3 * (4 * 8 + 8 + 8 * 4 + 4),
-    macs=6 * (4 * 3 + 4 * 8 + 8 * 4),
-    tags={"inplace"},
-    note="each row meets one expert; an expert without rows is not called",
-)
-class MoE(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(4, 3)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(3)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        top = self.gate(x).argmax(1)
-        out = torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            where = (top == i).nonzero()[:, 0]
-            if len(where):
-                out[where] = expert(x[where])
-        return out
-
-
-@module(
     "direct_forward",
     rand(B, 4),
     params=2 * 20 + 10,

@@ -36,28 +36,6 @@ add(
     params=CONVBN_PARAMS,
     macs=CONVBN_MACS,
 )
-add(
-    "conv3d",
-    lambda: nn.Conv3d(2, 4, 3, stride=2, padding=1).eval(),
-    rand(B, 2, 6, 6, 6),
-    params=2 * 4 * 27 + 4,
-    macs=B * 3 * 3 * 3 * 4 * 2 * 27,
-)
-add(
-    "conv_transpose",
-    lambda: nn.ConvTranspose2d(6, 3, 4, stride=2, padding=1).eval(),
-    rand(B, 6, 5, 5),
-    params=6 * 3 * 16 + 3,
-    macs=B * 5 * 5 * 6 * 3 * 16,
-    note="each input position meets every kernel tap once",
-)
-add(
-    "grouped_conv",
-    lambda: nn.Conv2d(8, 12, 3, groups=4).eval(),
-    rand(B, 8, 6, 6),
-    params=12 * 2 * 9 + 12,
-    macs=B * 16 * 12 * 2 * 9,
-)
 
 
 class BasicBlock(nn.Module):

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from zoo_base import add, ids, module, rand
 
@@ -39,19 +38,6 @@ class Complex(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc((torch.fft.fft(x) @ self.w).abs())
-
-
-@module("int8_params", rand(B, 8), params=64 + 8 + 18, trainable=8 + 18, macs=B * 80)
-class Int8Params(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        q = torch.randint(-127, 127, (8, 8), dtype=torch.int8)
-        self.q = nn.Parameter(q, requires_grad=False)
-        self.scale = nn.Parameter(torch.rand(8))
-        self.fc = nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(F.linear(x, self.q.float() * self.scale[:, None]))
 
 
 def quantised() -> nn.Module:

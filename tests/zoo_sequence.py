@@ -24,22 +24,6 @@ add(
     note="output is (out, (h, c))",
 )
 add(
-    "lstm_proj",
-    lambda: nn.LSTM(6, 8, proj_size=4).eval(),
-    rand(T, B, 6),
-    params=4 * 8 * (6 + 4) + 8 * 8 + 8 * 4,
-    macs=B * T * (4 * 8 * (6 + 4) + 8 * 4),
-)
-add(
-    "bigru_timefirst",
-    lambda: nn.GRU(6, 8, bidirectional=True).eval(),
-    rand(T, B, 6),
-    params=2 * (3 * 8 * (6 + 8) + 6 * 8),
-    macs=2 * B * T * 3 * 8 * (6 + 8),
-)
-
-
-add(
     "packed_input",
     lambda: nn.GRU(6, 8).eval(),
     lambda: (nn.utils.rnn.pack_sequence([torch.randn(5, 6), torch.randn(3, 6)]),),
@@ -125,14 +109,6 @@ add(
     macs=B * 2 * layer_macs(16, 32, T),
     note="with the fast path on and no grad, nested tensors flow inside; counts are without it",
 )
-add(
-    "transformer",
-    lambda: nn.Transformer(16, 4, 1, 1, 32, dropout=0.0, batch_first=True).eval(),
-    lambda: (torch.randn(B, T, 16), torch.randn(B, 3, 16)),
-    params=layer_params(16, 32) * 2 + (4 * 16 * 16 + 4 * 16) + 2 * 16 + 2 * 2 * 16,
-    macs=B * (layer_macs(16, 32, T) + layer_macs(16, 32, 3) + mha_macs(16, 3, T)),
-    note="decoder layer = layer + cross attention + one more norm; two final norms",
-)
 
 
 class GPTBlock(nn.Module):
@@ -190,25 +166,4 @@ add(
     params=0,
     macs=B * 4 * 2 * T * 7 * 8,
     note="no module below, no parameter: all compute is the root's own",
-)
-
-
-class EinsumAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wq = nn.Parameter(torch.randn(16, 4, 4))
-        self.wk = nn.Parameter(torch.randn(16, 4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = torch.einsum("btd,dhk->bhtk", x, self.wq)
-        k = torch.einsum("btd,dhk->bhtk", x, self.wk)
-        return torch.einsum("bhqk,bhtk->bhqt", q, k).softmax(-1)
-
-
-add(
-    "einsum",
-    EinsumAttention,
-    rand(B, T, 16),
-    params=2 * 16 * 4 * 4,
-    macs=B * (2 * T * 16 * 16 + 4 * T * T * 4),
 )

@@ -1,6 +1,6 @@
 """Inputs and outputs of every structure."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,20 +39,6 @@ class _DictHead(nn.Module):
 
     def forward(self, d: dict[str, Tensor]) -> dict[str, Any]:
         return {"logits": self.fc(d["h"]), "hidden": {"last": d["h"], "n": 8}}
-
-
-Pair = namedtuple("Pair", "mean scale")
-
-
-@module("namedtuple_out", rand(B, 4), params=40, macs=B * 32)
-class NamedTupleOut(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 8)
-
-    def forward(self, x: Tensor) -> Pair:
-        a, b = self.fc(x).chunk(2, 1)
-        return Pair(a, F.softplus(b))
 
 
 @dataclass
@@ -170,21 +156,6 @@ class NestedOut(nn.Module):
     def forward(self, xs: list[Tensor], extra: tuple[Any, ...]) -> Any:
         hs = [self.fc(x) for x in xs]
         return (hs, {"deep": [(hs[0], {"deeper": extra[1]}), "text", 3]})
-
-
-@module("return_type_out", rand(B, 4), params=40, macs=B * 32)
-class ReturnType(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.top = nn.Linear(4, 8), _Top()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.top(self.fc(x))
-
-
-class _Top(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return x.max(1)
 
 
 @module(
