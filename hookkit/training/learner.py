@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -15,21 +16,12 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from fastcore.basics import PrettyString
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
 from hookkit import ranks
 from hookkit.batches import generators_kept, n_batches, no_batches, split_batch, to_device
 from hookkit.callbacks import DEFAULT_CALLBACKS, SchedulerCallback
-from hookkit.callbacks.events import (
-    CANCEL_EXCEPTIONS,
-    CancelBackwardException,
-    CancelBatchException,
-    CancelEpochException,
-    CancelFitException,
-    CancelStepException,
-    CancelTrainException,
-    CancelValidException,
-)
+from hookkit.callbacks.events import CANCEL_EXCEPTIONS, CANCELS
 from hookkit.callbacks.loss_log import LossHistory
 from hookkit.callbacks.optimizers import (
     bare_optimizer,
@@ -47,8 +39,6 @@ from hookkit.records import Reportable
 from hookkit.training.data import as_loaders
 from hookkit.training.distributing import distributed, no_log
 from hookkit.training.groups import (
-    check_same_kind,
-    freeze_groups,
     make_optimizer,
     one_cycle,
     set_hyper,
@@ -57,7 +47,7 @@ from hookkit.training.groups import (
 )
 from hookkit.training.loop import Loop, instances, listed, no_attribute
 from hookkit.training.lr_finder import SuggestedLRs, find_lr
-from hookkit.training.predicting import Keep, eval_pass, in_order, joined
+from hookkit.training.predicting import Keep, eval_pass, joined, loader_of
 
 if TYPE_CHECKING:
     from hookkit.summaries.fastai_layout import SummaryText
@@ -78,12 +68,13 @@ after_cancel_fit after_fit
 """
 
 
-BATCH: dict[str, Any] = {"dl": None, "xb": (None,), "yb": (None,)}
-BATCH |= dict.fromkeys(("pred", "loss", "loss_grad"))
-"""What is known of the current batch, and its values outside of one."""
-
-_OF_A_RUN = ("fitting", "training", "steps_now", "autocast", "_callbacks_scaler")
-"""What is reset as a fit, or a pass without one, ends."""
+_IDLE: dict[str, Any] = {
+    **{"fitting": False, "training": False, "eval_pass": False, "autocast": nullcontext},
+    **{"steps_now": True, "stepped": False},
+    **{"dl": None, "xb": (None,), "yb": (None,), "pred": None, "loss": None, "loss_grad": None},
+    "_callbacks_scaler": None,  # the GradScaler by which a callback made the last step
+}
+"""The state of a run, outside of one."""
 
 
 class Learner(Loop, Reportable):
@@ -130,21 +121,8 @@ class Learner(Loop, Reportable):
     (3, 30)
     """
 
-    logger: Any = print
-    accelerator: Any = None
-    opt: Any = None
-    scaler: Any = None
-    autocast: Callable[[], Any] = nullcontext
-    epoch = iter = train_iter = 0
-    n_iter: int | None = None
-    n_epoch, pct_train, steps_now = 1, 0.0, True
-    final_record: list[Any] | None = None
     loss: Any
     loss_grad: Any
-    _device: torch.device | None = None  # of the current loader's batches
-    _callbacks_scaler: Any = None  # the GradScaler by which a callback made the last step
-    _counted: Any = None  # the optimizer whose steps are counted by its own hook
-    _plain_loaders: list[Any]  # in `distrib_ctx`: those of the Learner itself
 
     def __init__(
         self,
@@ -167,15 +145,28 @@ class Learner(Loop, Reportable):
         check_module("Learner", model, "The order is Learner(dls, model, loss_func).")
         for what, f in (("loss_func", loss_func), ("opt_func", opt_func), ("splitter", splitter)):
             check_callable("Learner", what, f)
-        if loss_func is None and dls is not None:
-            loss_func = getattr(dls.train_ds, "loss_func", None)
         super().__init__()
-        self.dls, self.model, self.loss_func = dls, model, loss_func
-        vars(self).update(BATCH)
+        self.dls, self.model = dls, model
+        self.loss_func: Any = loss_func
+        if loss_func is None and dls is not None:
+            self.loss_func = getattr(dls.train_ds, "loss_func", None)
         self.opt_func, self.splitter, self.lr, self.wd = opt_func, splitter, lr, wd
-        self.train_bn, self.metrics, self.frozen_idx = train_bn, metrics, 0
-        self._own_wd: dict[int, float] = {}  # of groups for which the splitter gives it
+        self.train_bn, self.metrics = train_bn, metrics
         self.path, self.model_dir = Path(path or ""), Path(model_dir)
+        self.logger: Any = print
+        self.opt: Any = None
+        self.frozen_idx = 0
+        self._own_wd: dict[int, float] = {}  # of groups for which the splitter gives it
+        self.scaler: Any = None  # the GradScaler of the loop, if it has one
+        self.accelerator: Any = None
+        self._plain_loaders: list[Any] = []  # in `distrib_ctx`: those of the Learner itself
+        self.epoch, self.n_epoch, self.iter, self.train_iter, self.pct_train = 0, 1, 0, 0, 0.0
+        self.n_iter: int | None = None
+        self.final_record: list[Any] | None = None
+        self._device: torch.device | None = None  # of the current loader's batches
+        self._by_keyword = False  # whether the batch is a mapping
+        self._counted: Any = None  # the optimizer whose steps are counted by its own hook
+        vars(self).update(_IDLE)
         own = instances(cbs)
         for default in DEFAULT_CALLBACKS if default_cbs else ():
             if not any(isinstance(cb, default) for cb in own):
@@ -216,11 +207,10 @@ class Learner(Loop, Reportable):
         set_hyper(self.opt, "lr", spread(self.lr if lr is None else lr, n))
         if (wd := self.wd if wd is None else wd) is not None:
             set_hyper(self.opt, "weight_decay", [self._own_wd.get(i, wd) for i in range(n)])
-
         with self.added_cbs(cbs), self._fit_under_way():
             self.opt.zero_grad()  # of a fit that was interrupted
             self.n_epoch, self.epoch = n_epoch, start_epoch
-            self._with_events(self._do_fit, "fit", CancelFitException)
+            self._with_events("fit", self._do_fit)
 
     def fit_one_cycle(
         self,
@@ -247,8 +237,7 @@ class Learner(Loop, Reportable):
         """
         lr = self.lr if lr_max is None else lr_max
         schedule = SchedulerCallback(one_cycle(lr, div, div_final, pct_start, moms))
-        cbs = [schedule, *listed(cbs)]
-        self.fit(n_epoch, lr, wd, cbs, reset_opt, start_epoch)
+        self.fit(n_epoch, lr, wd, [schedule, *listed(cbs)], reset_opt, start_epoch)
 
     def lr_find(
         self,
@@ -285,10 +274,9 @@ class Learner(Loop, Reportable):
     def create_opt(self) -> None:
         """Makes a new optimizer: `opt_func(groups, lr=lr)` of the splitter's groups."""
         split = list(self.splitter(self.model))
-        self.opt = make_optimizer(self.opt_func, split, self.lr)
-        own = {i: group for i, group in enumerate(split) if isinstance(group, dict)}
-        self._own_wd = {i: g["weight_decay"] for i, g in own.items() if "weight_decay" in g}
-        self.frozen_idx = 0
+        self.opt, self.frozen_idx = make_optimizer(self.opt_func, split, self.lr), 0
+        own = enumerate(g.get("weight_decay") if isinstance(g, dict) else None for g in split)
+        self._own_wd = {i: wd for i, wd in own if wd is not None}
 
     def freeze_to(self, n: int) -> None:
         """Trains only the parameter groups from `n` on; negative ones count from the end."""
@@ -296,7 +284,14 @@ class Learner(Loop, Reportable):
             raise OptionError("freeze_to: call it before `with learn.distrib_ctx()`, not inside.")
         if self.opt is None:
             self.create_opt()
-        self.frozen_idx = freeze_groups(self.opt, self.model, n, self.train_bn)
+        groups = self.opt.param_groups
+        n = check_number("freeze_to", "n", n, -len(groups), len(groups), whole=True)
+        self.frozen_idx = n + len(groups) if n < 0 else n
+        norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        learns = {id(p) for m in norms for p in m.parameters()} if self.train_bn else set()
+        for i, group in enumerate(groups):
+            for p in group["params"]:
+                p.requires_grad_(i >= self.frozen_idx or id(p) in learns)
 
     def freeze(self) -> None:
         """Trains only the last parameter group."""
@@ -311,18 +306,18 @@ class Learner(Loop, Reportable):
     def _do_fit(self) -> None:
         for epoch in range(self.epoch, self.n_epoch):
             self.epoch = epoch
-            self._with_events(self._do_epoch, "epoch", CancelEpochException)
+            self._with_events("epoch", self._do_epoch)
 
     def _do_epoch(self) -> None:
         self.dl = self.dls.train
-        self._with_events(self.all_batches, "train", CancelTrainException)
+        self._with_events("train", self.all_batches)
         if self.dls.valid is not None:
             self._do_epoch_validate(self.dls.valid)
 
     def _do_epoch_validate(self, dl: Any) -> None:
         self.dl = dl
         with torch.no_grad():
-            self._with_events(self.all_batches, "validate", CancelValidException)
+            self._with_events("validate", self.all_batches)
 
     def all_batches(self) -> None:
         """Runs every batch of `dl`."""
@@ -331,12 +326,10 @@ class Learner(Loop, Reportable):
             batches = enumerate(self.dl)  # a DataLoader draws a number as its iterator is made
         for i, b in batches:
             self.one_batch(i, b)
-        if i < 0 and (self.training or self.eval_pass):
-            raise ModelRunError(
-                no_batches("the training loader" if self.training else "the loader")
-            )
-        if i < 0:
+        if i < 0 and not (self.training or self.eval_pass):
             warn(no_batches("the validation loader"))
+        elif i < 0:
+            raise ModelRunError(no_batches(f"the {'training ' * self.training}loader"))
 
     def one_batch(self, i: int, b: Any) -> None:
         """Runs batch `b`, the `i`-th: prediction, loss and, in training, backward and step."""
@@ -344,7 +337,7 @@ class Learner(Loop, Reportable):
         batch = b if self._device is None else to_device(b, self._device)
         self._by_keyword = isinstance(b, Mapping)
         self.xb, self.yb = split_batch(batch, getattr(self.dls, "n_inp", None))
-        self._with_events(self._do_one_batch, "batch", CancelBatchException)
+        self._with_events("batch", self._do_one_batch)
 
     def _do_one_batch(self) -> None:
         with self.autocast():
@@ -355,14 +348,19 @@ class Learner(Loop, Reportable):
         if not self.training:
             return
         if self.loss_grad is None:
-            raise ModelRunError(self._no_loss())
+            why = "there is no loss_func, and the model returns none. Give Learner(…, loss_func=…)."
+            if self.loss_func is not None:
+                why = f"the batch has no target: {describe(self.xb)} is all input. Give batches "
+                why += "(x, y), a smaller DataLoaders(…, n_inp=…), or no loss_func if the model "
+                why += "returns a loss."
+            raise ModelRunError(f"Training needs a loss; {why}")
         self.probes.see_batch(self.xb)
         self.probes.see_scores(self.loss_func, self.pred)
         self.probes.see_loss(self.loss_grad)
         self._do_grad_opt()
 
     def _do_grad_opt(self) -> None:
-        self._with_events(self._backward, "backward", CancelBackwardException)
+        self._with_events("backward", self._backward)
         if not self.steps_now:
             return
         if self.scaler is not None:
@@ -371,7 +369,7 @@ class Learner(Loop, Reportable):
                 return  # the backward was cancelled, and a GradScaler refuses a step without any
             self.scaler.unscale_(self.opt)  # so that callbacks clip and read the true gradients
         try:
-            self._with_events(self._step, "step", CancelStepException)
+            self._with_events("step", self._step)
         finally:
             if self.scaler is not None:
                 self.scaler.update()
@@ -408,13 +406,6 @@ class Learner(Loop, Reportable):
                 f"Return the tensor that the loss was computed as."
             )
 
-    def _no_loss(self) -> str:
-        why = "there is no loss_func, and the model returns none. Give Learner(…, loss_func=…)."
-        if self.loss_func is not None:
-            why = f"the batch has no target: {describe(self.xb)} is all input. Give batches (x, y),"
-            why += " a smaller DataLoaders(…, n_inp=…), or no loss_func if the model returns one."
-        return f"Training needs a loss; {why}"
-
     def _backward(self) -> None:
         loss: Any = self.loss_grad
         try:
@@ -444,20 +435,34 @@ class Learner(Loop, Reportable):
         self.n_steps += not self.stepped
         self.stepped = True
 
-    def _with_events(self, f: Callable[[], None], part: str, cancel: type[Exception]) -> None:
-        """Runs a part between its events; `cancel` ends the part, other exceptions end the fit."""
+    def _with_events(self, part: str, f: Callable[[], None]) -> None:
+        """Runs a part between its events; its Cancel exception ends it, any other ends the fit."""
         try:
             self(f"before_{part}")
             f()
-        except cancel:
+        except CANCELS[part]:
             self(f"after_cancel_{part}")
         self(f"after_{part}")
 
     # --- around it
 
     @contextmanager
+    def _fit_under_way(self) -> Iterator[None]:
+        """Marks a fit, and counts its optimizer steps."""
+        self._check_idle("fit was called")
+        self.scaler, self._counted = None, None
+        with ExitStack() as undo:
+            # torch's own hook runs when a step is really made: not when a GradScaler skips it
+            if hasattr(self.opts[0], "register_step_post_hook"):
+                undo.callback(self.opts[0].register_step_post_hook(self._on_step).remove)
+                self._counted = self.opt
+            undo.enter_context(self._run_under_way())
+            self.fitting = True
+            yield
+
+    @contextmanager
     def _run_under_way(self) -> Iterator[None]:
-        """Around the events of a fit, or of a pass without one: cleans up, however it ends."""
+        """Takes down what events of a fit, or of a pass without one, set up, however it ends."""
         self._claim()
         with_grad = torch.is_grad_enabled()
         try:
@@ -467,24 +472,7 @@ class Learner(Loop, Reportable):
                 self._clean_up()
             finally:
                 torch.set_grad_enabled(with_grad)  # Ctrl-C in torch's own `no_grad` leaves it off
-                for name in _OF_A_RUN:
-                    vars(self).pop(name, None)
-
-    @contextmanager
-    def _fit_under_way(self) -> Iterator[None]:
-        """Marks a fit; undoes everything that it set up, however it ends."""
-        self._check_idle("fit was called")
-        vars(self).pop("scaler", None)
-        with ExitStack() as undo:
-            undo.callback(vars(self).update, BATCH)
-            # torch's own hook runs when a step is really made: not when a GradScaler skips it
-            register = getattr(self.opts[0], "register_step_post_hook", None)
-            self._counted = None if register is None else self.opt
-            if register is not None:
-                undo.callback(register(self._on_step).remove)
-            undo.enter_context(self._run_under_way())
-            self.fitting = True
-            yield
+                vars(self).update(_IDLE)
 
     def _check_idle(self, call: str) -> None:
         if self.fitting:
@@ -546,7 +534,7 @@ class Learner(Loop, Reportable):
         Raises:
             ModelRunError: there is no data.
         """
-        dl = self._loader(ds_idx, dl, "validate")
+        dl = loader_of(self, ds_idx, dl, "validate")
         with eval_pass(self, cbs):
             self._do_epoch_validate(dl)
             record: list[Any] = list(self.final_record or [])
@@ -577,7 +565,7 @@ class Learner(Loop, Reportable):
         Raises:
             ModelRunError: there is no data, or no batch.
         """
-        dl, keep = self._loader(ds_idx, dl, "get_preds"), Keep(with_input, with_loss)
+        dl, keep = loader_of(self, ds_idx, dl, "get_preds"), Keep(with_input, with_loss)
         with eval_pass(self, [keep, *listed(cbs)]):
             self._do_epoch_validate(dl)
         self._past = [cb for cb in self._past if cb is not keep]  # or its tensors would live on
@@ -621,19 +609,6 @@ class Learner(Loop, Reportable):
             )
         self.dls = as_loaders(self.dls)  # a user may have set it to anything that the Learner takes
 
-    def _loader(self, ds_idx: int, dl: Any, who: str) -> Any:
-        """Return the batches of a pass: in order and whole, and in `distrib_ctx` this rank's."""
-        if dl is None:
-            self._needs_data(who)
-            own = self.dls if self.accelerator is None else self._plain_loaders
-            dl, plain = in_order(own[ds_idx]), own[ds_idx]
-            if dl is plain:
-                return self.dls[ds_idx]
-        prepared = not isinstance(dl, DataLoader) or hasattr(dl, "end_of_dataloader")
-        if self.accelerator is None or prepared:
-            return dl
-        return self.accelerator.prepare_data_loader(dl)
-
     # --- files
 
     def save(self, file: str | Path, with_opt: bool = True) -> Path:
@@ -672,27 +647,37 @@ class Learner(Loop, Reportable):
         The optimizer keeps its own settings (rates, momentum): those of the file may be of the
         middle of a schedule. To go on with an interrupted training: `fit(…, start_epoch=…)`.
 
-        Raises an OptionError if there is no such file, or, before anything is loaded, if it has the
-        state of another kind of optimizer; torch's own error if it is of another model.
+        Raises:
+            OptionError: there is no such file; it has the state of another kind of optimizer.
+            RuntimeError: it is of another model.
         """
         where, model = self._file(file, there=True), unwrap(self.model)
         if not where.exists():
             others = ", ".join(sorted(p.stem for p in where.parent.glob("*.pth"))) or "no .pth file"
             raise OptionError(f"load: {where} does not exist. The folder has {others}.")
         state = torch.load(where, map_location="cpu", weights_only=True)
-        weights, opt_state = state.get("model", state), state.get("opt") if with_opt else None
+        opt_state = state.get("opt") if with_opt else None
         if opt_state is not None:
             if self.opt is None:
                 self.create_opt()
-            check_same_kind(self.opt, opt_state)
-        if ranks.is_sharded(model):
-            ranks.load_whole_state(model, weights, strict)
-        else:
-            model.load_state_dict(weights, strict=strict)
+            own, theirs = set(self.opt.param_groups[0]), set(opt_state["param_groups"][0])
+            theirs -= {"initial_lr", "max_lr", "min_lr"}  # of schedules
+            if own - theirs and theirs - own:  # another version of torch has more of them, or less
+                raise OptionError(
+                    f"load: the file has the state of another optimizer, with "
+                    f"{sorted(theirs - own)}, and this one is {type(self.opt).__name__}. Use "
+                    f"learn.load(…, with_opt=False), or give the Learner the same opt_func."
+                )
+        load = (
+            partial(ranks.load_whole_state, model)
+            if ranks.is_sharded(model)
+            else model.load_state_dict
+        )
+        load(state.get("model", state), strict=strict)
         if opt_state is not None:
-            own = settings_of(self.opt)
+            settings = settings_of(self.opt)
             self.opt.load_state_dict(opt_state)
-            restore_settings(self.opt, own)
+            restore_settings(self.opt, settings)
         return self
 
     def _file(self, file: str | Path, there: bool = False) -> Path:

@@ -1,14 +1,13 @@
-"""Passes without training: what `Learner.validate`, `get_preds` and `predict` are made of."""
+"""Passes without training: the parts of `Learner.validate`, `get_preds` and `predict`."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, cat, stack
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
 
 from hookkit.batches import has_samples
@@ -21,60 +20,52 @@ _STATE = (
     *("training", "stepped", "steps_now", "autocast", "scaler", "eval_pass", "final_record"),
     *("_device", "_by_keyword"),
 )
-"""What a pass sets that a fit around it, or a later one, goes on with."""
+"""What a pass sets, and a fit around it, or a later one, goes on with."""
 
 
 @contextmanager
 def eval_pass(learn: Any, cbs: Any) -> Iterator[None]:
     """Prepare for a pass without training; at the end state, modes and records are as before.
 
-    A pass that is not within a fit has the events of a fit and of an epoch around it, as in fastai.
+    Outside of a fit, the pass has the events of a fit and of an epoch around it, as in fastai.
     """
     with ExitStack() as undo:
         undo.enter_context(_attributes_kept(learn, _STATE))
         for module in learn.model.modules():
             undo.callback(setattr, module, "training", module.training)
-        paused = learn.pause_recorders()
-        for cb in paused:
+        silent = learn.pause_recorders()  # the pass is no part of a batch around it
+        for cb in silent:
             undo.callback(cb._record, True)
-        # it is no part of a batch that surrounds it, and an epoch has a bar already
-        bars = [cb for cb in learn.cbs if learn.fitting and isinstance(cb, ProgressCallback)]
-        for cb in [*paused, *bars]:
+        if learn.fitting:  # the epoch has a bar already
+            silent += [cb for cb in learn.cbs if isinstance(cb, ProgressCallback)]
+        for cb in silent:
             undo.callback(setattr, cb, "run", cb.run)
             cb.run = False
         for cb in learn.cbs:
             if isinstance(cb, Recorder):
-                undo.enter_context(_attributes_kept(cb, ("_metrics", "_n_added", "_cancelled")))
+                undo.enter_context(_attributes_kept(cb, tuple(vars(cb))))
                 if learn.fitting:  # a validation may be under way
                     cb._metrics = copy.deepcopy(cb._metrics)
         learn.eval_pass = True
         undo.enter_context(learn.added_cbs(cbs))
-        if not learn.fitting:
-            undo.enter_context(_events_of_a_fit(learn))
-        yield
-
-
-@contextmanager
-def _attributes_kept(x: Any, names: tuple[str, ...]) -> Iterator[None]:
-    before = {name: vars(x)[name] for name in names if name in vars(x)}
-    try:
-        yield
-    finally:
-        for name in names:
-            vars(x).pop(name, None)
-        vars(x).update(before)
-
-
-@contextmanager
-def _events_of_a_fit(learn: Any) -> Iterator[None]:
-    with learn._run_under_way():  # at the end `run` is True again
+        if learn.fitting:
+            yield
+            return
+        undo.enter_context(learn._run_under_way())  # at the end `run` is True again
         for cb in learn.cbs:
             cb.run = cb.run and not cb._only_train_loop
         learn("before_fit", "before_epoch")
-        try:
-            yield
-        finally:
-            learn("after_epoch", "after_fit")
+        undo.callback(learn, "after_epoch", "after_fit")
+        yield
+
+
+@contextmanager
+def _attributes_kept(x: Any, names: Iterable[str]) -> Iterator[None]:
+    before = {name: getattr(x, name) for name in names}
+    try:
+        yield
+    finally:
+        vars(x).update(before)
 
 
 class Keep(Callback):
@@ -88,16 +79,17 @@ class Keep(Callback):
 
     def before_batch(self) -> None:
         """Copies the input before the model can change it."""
-        if self.with_input:
-            self._x = tmap(lambda t: t.detach().clone(), self.learn.x)
+        self._x = tmap(lambda t: t.detach().clone(), self.learn.x) if self.with_input else None
 
     def after_batch(self) -> None:
         """Keeps the batch, unless it was cancelled before there was a prediction."""
         learn = self.learn
         if learn.pred is None:
             return
-        batch = (*([self._x] if self.with_input else []), learn.pred, learn.y)
-        batch = gathered(learn, (*batch, _losses(learn)) if self.with_loss else batch)
+        batch = [self._x] * self.with_input + [learn.pred, learn.y]
+        if self.with_loss:
+            batch.append(_losses(learn))
+        batch = gathered(learn, tuple(batch))
         self.batches.append(tmap(lambda t: t.detach().to("cpu", copy=True), batch))
 
 
@@ -117,16 +109,17 @@ def _losses(learn: Any) -> Any:
 def joined(batches: list[Any]) -> Any:
     """Join structures of one kind: tensors by rows, scalars stacked, lists one after another.
 
-    Those are lists without tensors (names of files), and lists of dicts, which have an item for
-    each sample. A number or text that is the same in all batches stays; anything else becomes a
-    list with each batch's own. Raises torch's error, or a ValueError, for batches of other kinds.
+    The items of lists without tensors (names of files), and of lists of dicts, are samples. A
+    number or text that is the same in all batches stays; anything else becomes a list with each
+    batch's own. Raises torch's error, or a ValueError, for batches of other kinds.
 
+    >>> import torch
     >>> joined([(torch.ones(2, 3), ["a", "b"]), (torch.ones(1, 3), ["c"])])[1]
     ['a', 'b', 'c']
     """
     first = batches[0]
     if isinstance(first, Tensor):
-        return torch.cat(batches) if first.ndim else torch.stack(batches)
+        return cat(batches) if first.ndim else stack(batches)
     if type(first) in (list, tuple) and (has_samples(first) or not leaves(first)):
         return type(first)(item for batch in batches for item in batch)
     if not is_container(first):
@@ -136,6 +129,20 @@ def joined(batches: list[Any]) -> Any:
     if other := next((p for p in parts if p.keys() != parts[0].keys()), None):
         raise ValueError(f"a batch has {list(other)}, and the first one {list(parts[0])}")
     return rebuilt(first, [joined([p[step] for p in parts]) for step in parts[0]])
+
+
+def loader_of(learn: Any, ds_idx: int, dl: Any, who: str) -> Any:
+    """Return the batches of a pass: in order and whole, and in `distrib_ctx` this rank's."""
+    if dl is None:
+        learn._needs_data(who)
+        own = learn.dls if learn.accelerator is None else learn._plain_loaders
+        dl = in_order(own[ds_idx])
+        if dl is own[ds_idx]:
+            return learn.dls[ds_idx]
+    prepared = not isinstance(dl, DataLoader) or hasattr(dl, "end_of_dataloader")
+    if learn.accelerator is None or prepared:
+        return dl
+    return learn.accelerator.prepare_data_loader(dl)
 
 
 def in_order(dl: Any) -> Any:
