@@ -295,8 +295,8 @@ def test_the_size_of_what_a_layer_is_given_is_that_of_all_its_calls_in_the_first
             opt.step()
 
     run = w.run_record()
-    assert run.activations.meta["given_rms"] == pytest.approx([2.5])
-    assert "given_rms" not in run.gradients.meta
+    assert run.activations.meta["input_rms"] == pytest.approx([2.5])
+    assert "input_rms" not in run.gradients.meta
 
 
 def test_inputs_without_floats_have_no_size():

@@ -78,9 +78,9 @@ def train(net, *callbacks, x=None, n=1, opt=None, **how):
 
 
 def test_activation_stats_tell_what_reads_each_row():
-    assert train(Calls(F.relu), ActivationStats()).activations.meta["feeds"] == ["ReLU", ""]
+    assert train(Calls(F.relu), ActivationStats()).activations.meta["read_by"] == ["ReLU", ""]
     own = ActivationStats(hook=lambda m, i, o: i[0])  # of inputs it says nothing
-    assert "feeds" not in train(Calls(F.relu), own).activations.meta
+    assert "read_by" not in train(Calls(F.relu), own).activations.meta
 
 
 def test_what_moves_between_the_records_has_moved():

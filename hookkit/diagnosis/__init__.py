@@ -1,11 +1,13 @@
 """Is this training healthy? `diagnose(run)` reads what was recorded, and says what it knows.
 
-    finding    `Finding`, `Diagnosis`: what was seen, and what was not judged.
-    view       A run as rules read it.
-    facts      Of the loss, the loop and the data.    weights  Of parameters.
-    units      Of values.    non_finite  Of NaN and Inf.
-    measures   What is a factor of ten away from healthy.
-    notes      What curves look like: never an alarm.
+    finding       `Finding`, `Diagnosis`: what was seen, and what was not judged.
+    view          A run as rules read it.
+    facts         Of the loss, the loop, the data and units.
+    weights       Facts of parameters.
+    non_finite    NaN and Inf, and where they begin.
+    measures      What is a factor of ten away from healthy.
+    notes         What curves look like: never an alarm.
+    report_page   A run as one HTML page, its diagnosis first.
 
 A rule is a function of a `View` that yields findings under its own name. To add one, write it in
 the file of its subject, and put it into `RULES` with what it needs.
@@ -19,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from hookkit.diagnosis import facts, measures, non_finite, notes, units, weights
+from hookkit.diagnosis import facts, measures, non_finite, notes, weights
 from hookkit.diagnosis.finding import LOSSES, Diagnosis, Finding
 from hookkit.diagnosis.view import View
 from hookkit.records import Record, Run, as_run
@@ -29,10 +31,10 @@ __all__ = ["RULES", "Diagnosis", "Finding", "Rule", "diagnose"]
 
 @dataclass(frozen=True)
 class Rule:
-    """One question about a run.
+    """Name one question about a run.
 
     Args:
-        ask: what answers it.
+        ask: the function that answers it.
         needs: what a run has to hold: `"losses"`, `"loss graph"`, `"parameters"`,
             `"activations"`, `"units"`.
     """
@@ -42,7 +44,7 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """That of the function, and of what it finds."""
+        """Return the function's name, which its findings bear too."""
         return self.ask.__name__
 
 
@@ -72,25 +74,25 @@ RULES: tuple[Rule, ...] = (
     Rule(weights.unmoved, _PARAMS),
     Rule(facts.eval_mode),
     Rule(facts.schedule_over, _PARAMS),
-    Rule(units.dead, (*_ACTS, "units")),
+    Rule(facts.dead, (*_ACTS, "units")),
     Rule(weights.zero_gradient, _PARAMS),
     Rule(measures.lr_too_low, _PARAMS),
     Rule(facts.repeated_data),
-    Rule(units.saturated, _ACTS),
+    Rule(notes.saturated, _ACTS),
     Rule(notes.initial_loss, (LOSSES,)),
     Rule(notes.vanishing, _PARAMS),
     Rule(notes.exploding, _PARAMS),
     Rule(notes.overfit),
     Rule(notes.not_learning, (LOSSES,)),
 )
-"""Causes before what they bring about: alarms are read in this order."""
+"""Causes before their consequences: alarms are read in this order."""
 
 
 def diagnose(run: Any) -> Diagnosis:
-    """What is wrong with this run: alarms, causes before their effects, then notes.
+    """Say what is wrong with this run: alarms, causes before their effects, then notes.
 
-    Works from whatever was recorded (activations only, parameters only, losses only); what it
-    could not judge for lack of data is in `.not_judged`, with the line that would record it.
+    Judges whatever was recorded (activations only, parameters only, losses only). `.not_judged`
+    names what the run lacks for the other rules, with the line that would record it.
 
     Args:
         run: a Run, a Record, a Watcher, a Learner, or a recorder such as `ActivationStats`. The
@@ -130,18 +132,17 @@ def diagnose(run: Any) -> Diagnosis:
 
 
 def _remarks(run: Run, looked: Record | None) -> tuple[str, ...]:
-    """What the first line adds: layers without a value, the one rank that recorded it."""
+    """Return what the first line adds: layers without a value, the one rank that recorded it."""
     said = []
-    if looked is not None and len(looked):
-        known = np.zeros(len(looked.names), bool)
-        for numbers in looked.values.values():
-            known |= np.isfinite(numbers).any(axis=1)
-        silent = [name for name, one in zip(looked.names, known, strict=True) if not one]
+    if looked:
+        known = [np.isfinite(table).any(axis=1) for table in looked.values.values()]
+        seen = np.any([np.zeros(len(looked.names), bool), *known], axis=0)
+        silent = [name for name, one in zip(looked.names, seen, strict=True) if not one]
         if silent:
             some = ", ".join(silent[:3]) + ", …" * (len(silent) > 3)
             said.append(f"{len(silent)} never gave a value ({some})")
-    known_facts = (run.info, *(record.meta for record in run.records))
-    rank = next((facts["rank"] for facts in known_facts if "rank" in facts), None)
-    if rank is not None:
-        said.append(f"{rank} alone; gather() on every rank merges all")
+    for known_facts in (run.info, *(record.meta for record in run.records)):
+        if "rank" in known_facts:
+            said.append(f"{known_facts['rank']} alone; gather() on every rank merges all")
+            break
     return tuple(said)

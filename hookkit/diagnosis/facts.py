@@ -1,8 +1,8 @@
-"""Facts of the loss, the loop and the data: each was seen where it happens.
+"""Facts of the loss, the loop, the data and of units: each was seen where it happens.
 
 A fact needs no threshold, or one that only keeps single odd batches out. It is an alarm, an error
-where the loss does not fall; one that does no harm by itself is a note. `weights` has the facts of
-parameters, `units` those of what layers give.
+if the loss does not decrease; a fact that does no harm by itself is a note. `weights` has the facts
+of parameters, `non_finite` those of NaN and Inf.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hookkit.diagnosis.finding import Finding
-from hookkit.diagnosis.view import View, percent, plural, table
+from hookkit.diagnosis.finding import Finding, plural
+from hookkit.diagnosis.view import View, names, percent, table
 
 # --- the loss
 
@@ -41,7 +41,7 @@ _INPUTS = {
 
 
 def broadcast(run: View) -> Iterator[Finding]:
-    """A column of predictions that is compared with each element of a row of targets."""
+    """Find a column of predictions that is compared with each element of a row of targets."""
     if shapes := run.info.get("broadcast"):
         what = f"in the loss {shapes}"
         cause = "predictions and targets of different shapes: each one meets every other"
@@ -50,7 +50,7 @@ def broadcast(run: View) -> Iterator[Finding]:
 
 
 def softmax_dim(run: View) -> Iterator[Finding]:
-    """A softmax over samples, before the loss."""
+    """Find a softmax over samples, before the loss."""
     if dim := run.info.get("softmax_dim"):
         what = f"the softmax before the loss is taken {dim}"
         cause = "a softmax that shares probabilities among samples, not classes"
@@ -59,24 +59,24 @@ def softmax_dim(run: View) -> Iterator[Finding]:
 
 
 def probabilities(run: View) -> Iterator[Finding]:
-    """Probabilities where scores belong, or scores where their logarithms belong."""
-    given = run.info.get("loss_input")
-    takes_shares = run.loss.startswith(("binary", "bce")) and not run.loss.endswith("withlogits")
-    if given in _INPUTS and not takes_shares:
-        what, cause, fix = _INPUTS[given]
+    """Find probabilities where scores belong, or scores where their logarithms belong."""
+    loss, found = run.loss_name, run.info.get("loss_input")
+    takes_probabilities = loss.startswith(("binary", "bce")) and not loss.endswith("withlogits")
+    if found in _INPUTS and not takes_probabilities:
+        what, cause, fix = _INPUTS[found]
         yield Finding("probabilities", "error", f"the loss is given {what}", cause, fix)
 
 
-_BELOW_ZERO_NEVER = (
+_NEVER_BELOW_ZERO = (
     *("mse", "l1", "smoothl1", "huber", "crossentropy", "nll"),
     *("bce", "bcewithlogits", "binarycrossentropy", "binarycrossentropywithlogits"),
 )
 
 
 def below_zero(run: View) -> Iterator[Finding]:
-    """A loss that cannot be below 0, and is."""
+    """Find a loss below 0 that cannot be there."""
     low = float(run.losses.min(initial=0.0))
-    if run.loss in _BELOW_ZERO_NEVER and low < -1e-3:
+    if run.loss_name in _NEVER_BELOW_ZERO and low < -1e-3:
         what = f"the loss falls to {low:.3g}, and {run.info['loss_func']} cannot be below 0"
         cause = "a wrong sign, or numbers that are no probabilities (or no labels) in the loss"
         fix = "check the sign of what backward() is called on, and what the loss is given"
@@ -87,7 +87,7 @@ def below_zero(run: View) -> Iterator[Finding]:
 
 
 def no_step(run: View) -> Iterator[Finding]:
-    """Batches, and no step of an optimizer."""
+    """Find batches without a step of an optimizer."""
     n, (lost, of) = run.info.get("train_iter", 0), run.info.get("nan_losses") or (0, 1)
     # a GradScaler leaves out the steps of losses that are not finite; few batches may accumulate
     if run.info.get("no_step") and n >= 3 and 2 * lost <= of:
@@ -99,7 +99,7 @@ def no_step(run: View) -> Iterator[Finding]:
 
 
 def grads_pile_up(run: View) -> Iterator[Finding]:
-    """Gradients that are never zeroed."""
+    """Find gradients that are never zeroed."""
     kept, of = run.info.get("kept_gradients") or (0, 0)
     if kept >= 3 and 2 * kept > of:
         what = f"in {kept} of the first {of} steps the gradient of the step before was still there"
@@ -109,10 +109,10 @@ def grads_pile_up(run: View) -> Iterator[Finding]:
 
 
 def eval_mode(run: View) -> Iterator[Finding]:
-    """Steps of a model in eval mode; a note where all are, and the loss falls: it may be meant."""
+    """Find steps in eval mode: a note if all are and the loss decreases, since it may be meant."""
     n, of = run.info.get("eval_steps") or (0, 0)
     if n:
-        severity = "note" if n == of and not run.stands else run.severity
+        severity = "note" if n == of and not run.loss_flat else run.severity
         what = f"{n} of {of} steps were made in eval mode"
         cause = "model.train() was forgotten: dropout and batch norm work as in validation"
         fix = "call model.train() at the beginning of each epoch"
@@ -120,41 +120,69 @@ def eval_mode(run: View) -> Iterator[Finding]:
 
 
 def schedule_over(run: View) -> Iterator[Finding]:
-    """A learning rate that is almost 0 for half of the run or more."""
+    """Find a learning rate that is almost 0 for half of the run or more."""
     rate = np.nan_to_num(table(run.params, "lr")).max(axis=0, initial=0)
     gone = float((rate < 1e-3 * rate.max()).mean())
     if gone > 0.5:
-        severity = run.severity if run.has_much_left else "note"
+        severity = run.severity if run.much_loss_left else "note"
         what = (
             f"in {percent(gone)} of the records the learning rate is below a thousandth of its "
             "largest"
         )
         cause = "a schedule that ends long before the run: made for epochs, stepped at every batch"
         fix = "make the scheduler for the number of steps: T_max=n_epochs * len(loader)"
-        yield Finding("schedule_over", severity, what, cause, fix, steps=run.all_steps)
+        steps = (0, max(run.run.n_steps - 1, 0))
+        yield Finding("schedule_over", severity, what, cause, fix, steps=steps)
 
 
 # --- the data
 
 
 def repeated_data(run: View) -> Iterator[Finding]:
-    """The same few batches again and again: a note, since a small data set has no more."""
+    """Find the same few batches again and again: a note, since a small data set has no more."""
     n, different = run.info.get("batches") or (0, 0)
     if n >= 40 and different <= 4:
-        what = (
-            f"the first {n} steps see {plural(different, 'different batch', 'different batches')}"
-        )
+        seen = plural(different, "different batch", "different batches")
+        what = f"the first {n} steps see {seen}"
         cause = "next(iter(loader)) in each step, a subset for debugging, or a data set this small"
         fix = "go through the whole loader: for x, y in loader"
         yield Finding("repeated_data", "note", what, cause, fix)
 
 
 def dropout(run: View) -> Iterator[Finding]:
-    """Dropout that keeps less than a quarter."""
-    rates = run.acts.meta.get("dropout") or {}
+    """Find dropout that keeps less than a quarter."""
+    rates = run.activations.meta.get("dropout") or {}
     high = {name: rate for name, rate in rates.items() if rate > 0.75}
     if high:
         what = f"dropout keeps {percent(1 - max(high.values()))} of what it is given"
         cause = "a rate that is too high: p is the share that is dropped, not kept"
         fix = "lower p to 0.5 or less: nn.Dropout(p=0.5)"
         yield Finding("dropout", run.severity, what, cause, fix, tuple(high))
+
+
+# --- units
+
+
+def dead(run: View) -> Iterator[Finding]:
+    """Find units before a ReLU that are never above 0 in the later half of the run.
+
+    The recorder judges layers that are a ReLU, or that a ReLU alone reads. If both have a row, the
+    ReLU's counts.
+    """
+    a = run.activations
+    units = a.values["dead"]
+    late = np.where(np.isfinite(units), units, np.inf)[:, len(a) // 2 :].min(axis=1, initial=np.inf)
+    relu = np.array([kind in ("ReLU", "ReLU6") for kind in a.types], bool)
+    counts = np.isfinite(late) & (relu | ~np.append(relu[1:], False))
+    share = np.where(counts, late, 0)
+    for low, severity in ((0.9, run.severity), (0.5, "note")):
+        if (hit := share > low).any():
+            what = f"up to {percent(share[hit].max())} of a layer's units are never above 0 before "
+            what += "their ReLU"
+            cause, first = "a step that was too large", "divide the learning rate by 10"
+            if (units[hit, :3].min(axis=1) > low).all():
+                what += ", from the first step on"
+                cause, first = "biases or weights that began so", "begin with biases of 0"
+            fix = f"{first}, or use nn.LeakyReLU or nn.GELU"
+            yield Finding("dead", severity, what, cause, fix, names(a, hit))
+            return

@@ -1,4 +1,4 @@
-"""`Finding`, one thing that a rule saw in a run, and `Diagnosis`, all of them with what is unknown.
+"""`Finding`: one thing that a rule saw. `Diagnosis`: all of them, and what could not be judged.
 
 A finding is an alarm (`"warning"`, `"error"`) or a note. Rules report alarms for what hookkit
 knows: facts, and measures whose healthy and broken values lie a factor of ten apart. What only
@@ -20,7 +20,7 @@ SEVERITIES = ("note", "warning", "error")
 _MARKS = {"note": "·", "warning": "!", "error": "✗"}
 
 LOSSES = "losses"
-"""The part of a run without which none is called healthy."""
+"""What a run needs to be called healthy."""
 
 CURES = {
     LOSSES: "call w.loss(loss) in each batch, or give watch(…, loss_func=…)",
@@ -34,7 +34,7 @@ CURES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a rule saw.
+    """Tell one thing that a rule saw.
 
     Args:
         rule: the rule's name, such as `"dead"`.
@@ -61,7 +61,7 @@ class Finding:
 
     @property
     def where(self) -> str:
-        """Layers and steps in a few words, such as `"fc1, fc2, steps 0–299"`; may be empty."""
+        """Name layers and steps in a few words, `"fc1, fc2, steps 0–299"`; "" for the whole run."""
         parts = [*self.layers[:3]]
         if len(self.layers) > 3:
             parts[-1] += f" and {len(self.layers) - 3} more"
@@ -78,7 +78,7 @@ class Finding:
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Sequence[Finding]):
-    """Findings: errors, warnings, then notes; within a severity causes before their effects.
+    """List findings: alarms before notes, and causes before their effects; a sequence of them.
 
     Args:
         findings: in that order.
@@ -103,37 +103,36 @@ class Diagnosis(Sequence[Finding]):
 
     @property
     def healthy(self) -> bool:
-        """True when something was recorded, the loss was seen, and nothing is worse than a note."""
+        """Return whether steps and the loss were seen, and nothing is worse than a note."""
         return bool(self.n_steps) and LOSSES not in self.not_judged and not self.alarms
 
     @property
     def alarms(self) -> tuple[Finding, ...]:
-        """The warnings and errors."""
+        """Return the warnings and errors."""
         return tuple(f for f in self.findings if f.severity != "note")
 
     @property
     def rules(self) -> tuple[str, ...]:
-        """Names of the rules that found something, each once, in the findings' order."""
+        """Return the names of the rules that found something, each once, in order."""
         return tuple(dict.fromkeys(f.rule for f in self.findings))
 
     @property
     def headline(self) -> str:
-        """The verdict, and how many layers and steps were judged. One line."""
-        judged = [_n(self.n_layers, "layer"), _n(self.n_steps, "step"), *self.remarks]
-        return f"{self._verdict()}: {', '.join(judged)}"
-
-    def _verdict(self) -> str:
-        if not self.n_layers and not self.n_steps and not self.findings:
-            return "nothing was recorded, no verdict"
+        """Say in one line the verdict, and how many layers and steps were judged."""
         counts = [(sum(f.severity == s for f in self), s) for s in SEVERITIES[::-1]]
-        known = ", ".join(_n(n, s) for n, s in counts if n)
-        if self.alarms:
-            return known
-        notes = f", {known}" if known else ""
-        if self.healthy:
-            return f"healthy{notes}"
-        n = len({rule for rules in self.not_judged.values() for rule in rules})
-        return f"no alarm{notes}, but {_n(n, 'rule')} could not be asked"
+        found = [plural(n, severity) for n, severity in counts if n]
+        n_unasked = len({rule for rules in self.not_judged.values() for rule in rules})
+        if not self.n_layers and not self.n_steps and not self.findings:
+            verdict = "nothing was recorded, no verdict"
+        elif self.alarms:
+            verdict = ", ".join(found)
+        elif self.healthy:
+            verdict = ", ".join(["healthy", *found])
+        else:
+            unasked = f"but {plural(n_unasked, 'rule')} could not be asked"
+            verdict = ", ".join(["no alarm", *found, unasked])
+        judged = [plural(self.n_layers, "layer"), plural(self.n_steps, "step"), *self.remarks]
+        return f"{verdict}: {', '.join(judged)}"
 
     @overload
     def __getitem__(self, i: int) -> Finding: ...
@@ -145,34 +144,34 @@ class Diagnosis(Sequence[Finding]):
     def __len__(self) -> int:
         return len(self.findings)
 
-    def _unknown(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
-        """What is not known, the rules that needed it, and a line: with the cure, if steps ran."""
+    def _unknown(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield a line for each thing that the run lacks, and the rules that needed it."""
         for what, rules in self.not_judged.items():
             cure = f": {CURES[what]}" if what in CURES and self.n_steps else ""
-            yield what, rules, f"{what} unknown ({_n(len(rules), 'rule')}){cure}"
+            yield f"{what} unknown ({plural(len(rules), 'rule')}){cure}", rules
 
     def __str__(self) -> str:
-        unknown = [f"  {line}" for _, _, line in self._unknown()]
+        unknown = [f"  {line}" for line, _ in self._unknown()]
         return "\n".join([self.headline, *map(str, self.findings), *unknown])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        html = f"<p>{escape(self.headline)}</p>{''.join(map(_item, self.findings))}"
-        unknown = list(self._unknown())
-        if unknown:
-            n = len({rule for _, rules, _ in unknown for rule in rules})
-            rows = terms((line, ", ".join(rules)) for _, rules, line in unknown)
-            html += details(f"not judged: {_n(n, 'rule')}", rows)
+        html = f"<p>{escape(self.headline)}</p>"
+        for f in self.findings:
+            where = f" ({f.where})" if f.where else ""
+            head = f'<span class="tone">{f.severity}</span> '
+            head += escape(f"{f.rule}: {f.evidence}{where}.")
+            rows = terms([("cause", f.cause), ("fix", f.fix)])
+            is_open, kind = f.severity == "error", f"finding {f.severity}"
+            html += details(head, rows, kind=kind, is_open=is_open)
+        if unknown := list(self._unknown()):
+            n = len({rule for _, rules in unknown for rule in rules})
+            rows = terms((line, ", ".join(rules)) for line, rules in unknown)
+            html += details(f"not judged: {plural(n, 'rule')}", rows)
         return fragment(html)
 
 
-def _n(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'s' * (n != 1)}"
-
-
-def _item(f: Finding) -> str:
-    where = f" ({f.where})" if f.where else ""
-    head = f'<span class="tone">{f.severity}</span> {escape(f"{f.rule}: {f.evidence}{where}.")}'
-    html = terms([("cause", f.cause), ("fix", f.fix)])
-    return details(head, html, kind=f"finding {f.severity}", is_open=f.severity == "error")
+def plural(n: int, noun: str, many: str = "") -> str:
+    """Count things: `"1 step"`, `"3 steps"`; `many` is for nouns that take no s."""
+    return f"{n:,} {noun if n == 1 else many or noun + 's'}"

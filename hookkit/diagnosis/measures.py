@@ -1,7 +1,7 @@
-"""Measures whose healthy and broken values lie a factor of ten apart, each beside its line.
+"""Measures: numbers whose healthy and broken values lie a factor of ten apart.
 
-They are warnings, and errors where the loss does not fall. Where the numbers were measured stands
-in docs/understand/diagnosis.md.
+A measure is a warning, and an error if the loss does not decrease. Where the numbers were measured
+stands in docs/understand/diagnosis.md.
 """
 
 from __future__ import annotations
@@ -11,42 +11,30 @@ from typing import Any
 
 import numpy as np
 
-from hookkit.diagnosis.finding import Finding
-from hookkit.diagnosis.view import (
-    ERRORS,
-    View,
-    later_half,
-    median,
-    meta,
-    names,
-    percent,
-    plural,
-    table,
-)
-from hookkit.records import Record
+from hookkit.diagnosis.finding import Finding, plural
+from hookkit.diagnosis.view import View, later_half, median, meta, names, percent, table
 
 
 def input_scale(run: View) -> Iterator[Finding]:
-    """Inputs of RMS above 10; healthy ones have 1, and 2.3 at most. A note if a norm follows."""
-    a = run.acts
-    rms = meta(a, "given_rms", np.nan).astype(float)
-    rows = [i for i in run.given_data() if rms[i] > 10]
+    """Find inputs of RMS above 10 (healthy ones have at most 2.3): a note if a norm follows."""
+    a = run.activations
+    rms = meta(a, "input_rms", np.nan).astype(float)
+    rows = [i for i in run.input_layers if rms[i] > 10]
     if rows:
         normed = all(any("Norm" in kind for kind in a.types[i : i + 2]) for i in rows)
+        severity = "note" if normed else run.severity
         what = f"what {a.names[rows[0]]} is given has RMS {rms[rows].max():.3g} before training"
         cause = "inputs that are not standardised (0–255 images, prices, times of 0 to 1000)"
         fix = "scale them to mean 0 and standard deviation 1: (x - mean) / std"
-        yield Finding(
-            "input_scale", "note" if normed else run.severity, what, cause, fix, names(a, rows)
-        )
+        yield Finding("input_scale", severity, what, cause, fix, names(a, rows))
 
 
 def target_scale(run: View) -> Iterator[Finding]:
-    """Errors of a regression above 20 from first to last; standardised targets begin near 1."""
-    if run.loss not in ERRORS or not len(run.losses):
+    """Find errors of a regression above 20 throughout; standardised targets begin near 1."""
+    if run.loss_name not in ("mse", "l1", "smoothl1", "huber") or not len(run.losses):
         return
-    power = 0.5 if run.loss == "mse" else 1.0
-    first, last = (max(x, 0.0) ** power for x in (float(run.losses[0]), run.end))
+    power = 0.5 if run.loss_name == "mse" else 1.0
+    first, last = (max(x, 0.0) ** power for x in (float(run.losses[0]), run.loss_end))
     if min(first, last) > 20 and last > 0.3 * first:
         what = f"the first error is {first:.3g}, and the last is {last:.3g}"
         cause = "targets that are not standardised, or a loss that is summed over the batch"
@@ -55,49 +43,43 @@ def target_scale(run: View) -> Iterator[Finding]:
 
 
 def bad_init(run: View) -> Iterator[Finding]:
-    """First weights far from what can be learnt.
+    """Find first weights far from what can be learnt.
 
-    By the gain, a weight's RMS times √fan_in: PyTorch's own begin with 0.58. Too small is below
+    Their measure is the gain, RMS times √fan_in: PyTorch's own begin with 0.58. Too small is below
     0.07 in most, with much of the loss left; too large is above 5 in one, or above 1.5 in most,
-    with outputs above 4.
+    with outputs above 4 times the data (or 1).
     """
     p, own = run.params, run.matrices
-    if "shape" not in p.meta or not len(own) or run.trained_before:
+    if "shape" not in p.meta or not len(own) or run.pretrained:
         return
     if run.info.get("optimizer") == "LBFGS":  # it steps before anything is recorded
         return
     fan_in = np.array([np.prod(p.meta["shape"][i][1:]) for i in own], float)
     gain = table(p, "weight_rms")[own, 0] * np.sqrt(fan_in)
     begun = gain > 0
-    small, size = begun & (gain < 0.07), _largest_output(run)
-    large = gain > (1.5 if 2 * (gain > 1.5).sum() > len(gain) else 5)
-    if 2 * small.sum() > begun.sum() and run.has_much_left:
+    small, large = begun & (gain < 0.07), gain > (1.5 if 2 * (gain > 1.5).sum() > len(gain) else 5)
+    output, a = 0.0, run.activations
+    if a:
+        owners = {p.names[i].rpartition(".")[0] for i in own}
+        rows = [i for i, name in enumerate(a.names) if name in owners]
+        data = meta(a, "input_rms", np.nan).astype(float)[run.input_layers]
+        first = np.nan_to_num(table(a, "rms")[rows, 0], posinf=0)
+        output = float(first.max(initial=0) / np.nan_to_num(data).max(initial=1))
+    if 2 * small.sum() > begun.sum() and run.much_loss_left:
         what, hit, how = "", small, "small: hardly anything comes through"
-    elif large.any() and size > 4:
-        what, hit, how = f"an output has RMS {size:.3g} before training, and ", large, "large"
+    elif large.any() and output > 4:
+        what, hit, how = f"an output has RMS {output:.3g} before training, and ", large, "large"
     else:
         return
     what += f"the gain (RMS times √fan_in) of {plural(int(hit.sum()), 'weight')} is "
-    what = f"{what}{np.median(gain[hit]):.2g}, where about 1 is usual"
+    what += f"{np.median(gain[hit]):.2g}, where about 1 is usual"
     cause = f"weights that begin too {how}"
     fix = "initialise each for its fan-in: torch.nn.init.kaiming_normal_(layer.weight)"
     yield Finding("bad_init", run.severity, what, cause, fix, names(p, own[hit]))
 
 
-def _largest_output(run: View) -> float:
-    """Of layers with matrices, the largest RMS before training, over that of the data (or 1)."""
-    a, p = run.acts, run.params
-    if a is None or not len(a):
-        return 0.0
-    owners = {p.names[i].rpartition(".")[0] for i in run.matrices}
-    rows = [i for i, name in enumerate(a.names) if name in owners]
-    given = meta(a, "given_rms", np.nan).astype(float)[run.given_data()]
-    first = np.nan_to_num(table(a, "rms")[rows, 0], posinf=0)
-    return float(first.max(initial=0) / np.nan_to_num(given).max(initial=1))
-
-
 def weight_decay(run: View) -> Iterator[Finding]:
-    """Decay that takes more than 1 % of each weight a step; usual settings take 0.05 % or less."""
+    """Find decay that takes more than 1 % of each weight a step; usual is 0.05 % or less."""
     p = run.params
     if p is not None and "weight_decay" in p.meta and "lr" in p.values:
         rates = np.nan_to_num(p.values["lr"]).max(axis=1, initial=0)
@@ -113,16 +95,17 @@ def weight_decay(run: View) -> Iterator[Finding]:
 
 
 def clipping(run: View) -> Iterator[Finding]:
-    """Gradients whose norm together is always the same, and almost nothing."""
+    """Find gradients whose norm together is always the same, and almost nothing."""
     p = run.params
     if not len(run.matrices):
         return
     norms = np.sqrt(np.nansum(table(p, "grad_norm") ** 2, axis=0))
     level = float(np.median(norms))
     same = (np.abs(norms - level) < 1e-3 * level).mean() > 0.9
-    adam = str(run.info.get("optimizer")).startswith(("Adam", "NAdam"))
-    moves = np.nanmedian(np.append(later_half(p, "update_ratio")[run.matrices], 0))
-    tiny = level < 1e-8 * np.sqrt(meta(p, "numel", 1).sum()) if adam else moves < 1e-3
+    if str(run.info.get("optimizer")).startswith(("Adam", "NAdam")):  # it divides by the gradient
+        tiny = level < 1e-8 * np.sqrt(meta(p, "numel", 1).sum())
+    else:
+        tiny = np.nanmedian(np.append(later_half(p, "update_ratio")[run.matrices], 0)) < 1e-3
     if 0 < level < 1e-2 and same and tiny:
         what = f"the norm of all gradients is always {level:.3g}"
         cause = "gradients that are clipped to almost nothing"
@@ -131,45 +114,38 @@ def clipping(run: View) -> Iterator[Finding]:
 
 
 def fp16_underflow(run: View) -> Iterator[Finding]:
-    """Gradients in float16 of which most layers keep two bits or fewer: below 4 × 2**-24."""
-    small = [size for record in (run.grads, run.params) for size in _half_sizes(run, record)]
-    tiny = [name for name, size in small if size < 4 * 2.0**-24]
-    if 2 * len(tiny) > len(small):
-        what = f"the gradients of {len(tiny)} of {len(small)} layers in float16 are below 2.4e-7"
+    """Find gradients in float16 of which most layers keep two bits or fewer: below 4 × 2**-24."""
+    sizes: list[tuple[str, float]] = []  # of each layer in float16 that has a gradient
+    for record in (run.run.gradients, run.params):
+        if not record or record.meta.get("unscaled"):
+            continue
+        rms = table(record, "grad_rms" if record.kind == "param" else "rms")
+        zero = record.values.get("zero", np.zeros_like(rms))
+        size = np.where(zero < 1, rms / np.sqrt(1 - zero), 0.0)  # of those that are not 0
+        size = median(size[:, : max(len(record) // 2, 1)])
+        dtypes = map(str, meta(record, "dtype", str(run.info.get("dtype", ""))))
+        for row, dtype in enumerate(dtypes):
+            counts = record.kind != "param" or row in run.matrices
+            if "float16" in dtype and "bfloat16" not in dtype and counts and size[row] > 0:
+                sizes.append((record.names[row], float(size[row])))
+    tiny = [name for name, size in sizes if size < 4 * 2.0**-24]
+    if 2 * len(tiny) > len(sizes):
+        what = f"the gradients of {len(tiny)} of {len(sizes)} layers in float16 are below 2.4e-7"
         cause = "half precision without loss scaling: smaller gradients become exactly 0"
         fix = "scale the loss with torch.amp.GradScaler, or use bfloat16"
         yield Finding("fp16_underflow", run.severity, what, cause, fix, tuple(tiny))
-
-
-def _half_sizes(run: View, record: Record | None) -> Iterator[tuple[str, float]]:
-    """Of each row in float16: its name, and the RMS of its gradients where they are not 0."""
-    if record is None or not len(record) or record.meta.get("unscaled"):
-        return
-    rms = table(record, "grad_rms" if record.kind == "param" else "rms")
-    zero = record.values.get("zero", np.zeros_like(rms))
-    size = np.where(zero < 1, rms / np.sqrt(1 - zero), 0.0)[:, : max(len(record) // 2, 1)]
-    for i in _half_rows(run, record):
-        level = float(median(size[i : i + 1])[0])
-        if (record.kind != "param" or i in run.matrices) and level > 0:
-            yield record.names[i], level
-
-
-def _half_rows(run: View, record: Record) -> list[int]:
-    """Rows in float16; where the record does not say, by the model's dtype."""
-    dtypes = map(str, meta(record, "dtype", str(run.info.get("dtype", ""))))
-    return [i for i, name in enumerate(dtypes) if "float16" in name and "bfloat16" not in name]
 
 
 # --- the size of steps
 
 
 def lr_too_high(run: View) -> Iterator[Finding]:
-    """One step changes most matrices by half, or all tripled them, and the loss stands or breaks.
+    """Find a rate at which one step changes most matrices by half, or all steps triple them.
 
-    Or one step replaces them, and they grow 4-fold, to a gain above 1.5. Else it is a note.
-    Matrices of one rate are judged together.
+    An alarm if the loss is flat or breaks, or if one step replaces them and they grow 4-fold, to a
+    gain above 1.5; otherwise a note. Matrices of one rate are judged together.
     """
-    p, fails = run.params, run.stands or run.broke is not None
+    p, fails = run.params, run.loss_flat or run.first_nan_step is not None
     for rows, ratio in _by_rate(run):
         top = float(np.median(np.nanmax(np.where(np.isfinite(ratio), ratio, 0), axis=1)))
         norm, rms = table(p, "weight_norm")[rows], table(p, "weight_rms")[rows]
@@ -181,9 +157,8 @@ def lr_too_high(run: View) -> Iterator[Finding]:
             what = f"one step changes most of {plural(len(rows), 'matrix', 'matrices')} by "
             what += f"{top:.2g} times their size"
             what += f", and all together {grew:.2g}-fold" * (grew > 1)
-            what += (
-                ", while the loss " + ("does not fall" if run.stands else "breaks") if fails else ""
-            )
+            if fails:
+                what += f", while the loss {'does not fall' if run.loss_flat else 'breaks'}"
             severity = run.severity if fails or blown else "note"
             cause, fix = "the learning rate is too high", "divide it by 10, or warm it up"
             yield Finding("lr_too_high", severity, what, cause, fix, names(p, rows))
@@ -191,24 +166,22 @@ def lr_too_high(run: View) -> Iterator[Finding]:
 
 
 def lr_too_low(run: View) -> Iterator[Finding]:
-    """All steps together move most matrices by less than a tenth, and most of the loss is left.
+    """Find steps that together move most matrices by less than a tenth, with most of the loss left.
 
-    A note for weights that were trained before, and in fewer than 100 steps. Where gradients fade
-    towards the data nothing is said of the rate.
+    A note for weights that were trained before, and in fewer than 100 steps. If gradients vanish
+    towards the data, the rate is not judged.
     """
-    for rows, ratio in _by_rate(run) if not run.fades else ():
+    for rows, ratio in _by_rate(run) if not run.gradients_vanish else ():
         p = run.params
         mean = np.nansum(ratio * p.spans, axis=1) / p.spans.sum()
         path = float(np.median(mean)) * float(p.steps[-1] - p.steps[0] + 1)
         if path < 0.1 and np.median(mean) < 1e-3:
-            left = len(run.losses) >= 100 and run.end > 0.5 * run.start > 0
-            severity = "warning" if left and not run.trained_before else "note"
-            what = (
-                f"all steps together move most of {plural(len(rows), 'matrix', 'matrices')} by "
-                f"{percent(path)} of their size"
-                + f", and {percent(run.end / run.start if left else 1)} of the loss is left"
-                * left
-            )
+            left = len(run.losses) >= 100 and run.loss_end > 0.5 * run.loss_start > 0
+            severity = "warning" if left and not run.pretrained else "note"
+            what = f"all steps together move most of {plural(len(rows), 'matrix', 'matrices')} by "
+            what += f"{percent(path)} of their size"
+            if left:
+                what += f", and {percent(run.loss_end / run.loss_start)} of the loss is left"
             cause = "a learning rate that is too low, or a run that is short"
             fix = "multiply the learning rate by 10, or train longer"
             yield Finding("lr_too_low", severity, what, cause, fix, names(p, rows))
@@ -216,10 +189,10 @@ def lr_too_low(run: View) -> Iterator[Finding]:
 
 
 def _by_rate(run: View) -> Iterator[tuple[Any, Any]]:
-    """(k,) matrices of one optimizer and rate, and their (k, n) ratios of update to weight.
+    """Yield (k,) matrices of one optimizer and rate, and their (k, n) ratios of update to weight.
 
-    Without those that begin at 0, where any step is infinite, or that do not move. One matrix is no
-    majority, where others have rates of their own.
+    Matrices that begin at 0, where any step is infinite, or that do not move are left out. A single
+    matrix is no majority if others share a rate.
     """
     p = run.params
     if not len(run.matrices) or run.info.get("optimizer") == "LBFGS":
@@ -227,9 +200,9 @@ def _by_rate(run: View) -> Iterator[tuple[Any, Any]]:
     norm, update = table(p, "weight_norm"), table(p, "update_ratio")
     ratio = np.where(norm > 0, update, np.nan)
     moves = (np.nan_to_num(ratio) > 0).any(axis=1) & (norm[:, 0] > 0)
-    rows = run.matrices[moves[run.matrices]]
     rates = np.nan_to_num(table(p, "lr")).max(axis=1, initial=0)
-    keys = [(opt, rates[i]) for i, opt in enumerate(meta(p, "optimizer", ""))]
-    groups = [np.array([i for i in rows if keys[i] == key]) for key in dict.fromkeys(keys)]
-    large = [own for own in groups if len(own) > 1] or [own for own in groups if len(own)]
-    yield from ((own, ratio[own]) for own in large)
+    optimizers, groups = meta(p, "optimizer", ""), dict[Any, list[int]]()
+    for i in run.matrices[moves[run.matrices]]:
+        groups.setdefault((optimizers[i], rates[i]), []).append(i)
+    large = [rows for rows in groups.values() if len(rows) > 1] or groups.values()
+    yield from ((np.array(rows), ratio[rows]) for rows in large)

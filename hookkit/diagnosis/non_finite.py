@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from hookkit.diagnosis.finding import Finding
 from hookkit.diagnosis.view import ENOUGH, View, table
-from hookkit.records import Record
+from hookkit.records import Incident, Record
 
 _CLIP = "clip gradients, torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
@@ -46,24 +45,24 @@ _ORIGINS = {
 
 
 def non_finite(run: View) -> Iterator[Finding]:
-    """NaN or Inf: the first step, the first layer in the order of execution, and where it began."""
+    """Find NaN or Inf: the first step, the first layer in order of execution, where it began."""
     if run.run.incidents:
         yield _of_incident(run.run.incidents[0])
         return
-    firsts = [first for record in run.run.records if (first := _first(record)) is not None]
+    firsts = [(*first, r) for r in run.run.records if (first := _first(r)) is not None]
     if firsts:
-        yield _of_record(run, *min(firsts, key=lambda first: first[1]))
+        yield _of_record(run, *min(firsts, key=lambda first: first[0]))
         return
     lost, of = run.info.get("nan_losses") or (0, 1)
-    if run.broke is not None:
-        what, steps = "the loss stops being a number", (run.broke,)
+    if run.first_nan_step is not None:
+        what, steps = "the loss stops being a number", (run.first_nan_step,)
         yield Finding("non_finite", "error", what, *_ORIGINS["loss"], steps=steps)
     elif lost > 0.05 * of:
         what = f"the loss of {lost} of {of} batches is NaN or Inf"
         yield Finding("non_finite", "warning", what, *_ORIGINS["loss"])
 
 
-def _of_incident(i: Any) -> Finding:
+def _of_incident(i: Incident) -> Finding:
     what = f"the first non-finite {i.kind}{f' in {i.type}' * bool(i.type)}"
     what += f". {i.note.rstrip('.')}" * bool(i.note)
     origin = {"loss": "loss", "gradient": "gradient", "activation": "function"}.get(i.kind)
@@ -75,55 +74,52 @@ def _of_incident(i: Any) -> Finding:
     return Finding("non_finite", "error", what, *_ORIGINS[origin or "unknown"], layers, (i.step,))
 
 
-def _of_record(run: View, record: Record, step: int, row: int) -> Finding:
-    """The finding for the first record with NaN or Inf: a note if nothing came of it."""
-    kind = {"activation": "output", "gradient": "gradient", "param": "value"}[record.kind]
-    what, at = f"the {kind} of {record.labels[row]} has NaN or Inf", ((record.names[row],), (step,))
-    if run.broke is None and record.kind != "activation" and _did_no_harm(run, record):
-        what += ", and weights and outputs stay finite"
-        cause = "steps that a GradScaler skips while it looks for its scale"
-        return Finding("non_finite", "note", what, cause, "nothing, if they are few", *at)
-    if run.broke is None and run.falls and step == record.steps[0]:
-        what += ", from the first step on, while the loss falls"
-        return Finding("non_finite", "note", what, "a mask of -inf", "nothing, if it is one", *at)
-    origin = _origin(run, record, step, row) if record.kind == "activation" else record.kind
-    return Finding("non_finite", "error", what, *_ORIGINS[origin], *at)
-
-
-def _origin(run: View, record: Record, step: int, row: int) -> str:
-    """Where the first output that is not finite comes from."""
-    p = run.params
-    before = record.steps < step
-    rms = np.where(np.isfinite(table(record, "rms")), table(record, "rms"), 0)[:, before].max(
-        axis=0, initial=0
-    )
-    if len(rms) > 1 and rms[-1] > 100 * rms[0] > 0:
-        return "growth"
-    fine = not before.any() or (
-        p is not None and len(p) and np.isfinite(table(p, "weight_norm")[:, p.steps <= step]).all()
-    )
-    if not fine:
-        return "unknown"
-    is_first = row in run.given_data() or row == 0
-    return "data" if is_first else "function"
-
-
-def _first(record: Record) -> tuple[Record, int, int] | None:
-    """The earliest record with a non-finite value: its step, and the row where it began."""
+def _first(record: Record) -> tuple[int, int] | None:
+    """Return the first step with a value that is not finite, and the row where it began."""
     bad = np.nan_to_num(table(record, "nonfinite")) > 0
     if not bad.any():
         return None
-    at = int(bad.any(axis=0).argmax())
-    rows = np.flatnonzero(bad[:, at])
+    column = int(bad.any(axis=0).argmax())
+    rows = np.flatnonzero(bad[:, column])
     row = rows[-1] if record.kind == "gradient" else rows[0]  # backward runs from the end
-    return record, int(record.steps[at]), int(row)
+    return int(record.steps[column]), int(row)
+
+
+def _of_record(run: View, step: int, row: int, record: Record) -> Finding:
+    """Make the finding of the first value that is not finite: a note if nothing came of it."""
+    kind = {"activation": "output", "gradient": "gradient", "param": "value"}[record.kind]
+    what, at = f"the {kind} of {record.labels[row]} has NaN or Inf", ((record.names[row],), (step,))
+    origin = _origin(run, step, row, record) if record.kind == "activation" else record.kind
+    if run.first_nan_step is None:
+        if record.kind != "activation" and _did_no_harm(run, record):
+            what += ", and weights and outputs stay finite"
+            cause = "steps that a GradScaler skips while it looks for its scale"
+            return Finding("non_finite", "note", what, cause, "nothing, if they are few", *at)
+        if run.loss_decreasing and step == record.steps[0]:
+            what += ", from the first step on, while the loss falls"
+            fix = "nothing, if it is one"
+            return Finding("non_finite", "note", what, "a mask of -inf", fix, *at)
+    return Finding("non_finite", "error", what, *_ORIGINS[origin], *at)
+
+
+def _origin(run: View, step: int, row: int, record: Record) -> str:
+    """Return the key of `_ORIGINS` that explains the first output that is not finite."""
+    p, before = run.params, record.steps < step
+    rms = np.where(np.isfinite(table(record, "rms")), table(record, "rms"), 0)[:, before]
+    largest = rms.max(axis=0, initial=0)
+    if len(largest) > 1 and largest[-1] > 100 * largest[0] > 0:
+        return "growth"
+    # if the weights are finite, the layer itself made it
+    if before.any() and not (p and np.isfinite(table(p, "weight_norm")[:, p.steps <= step]).all()):
+        return "unknown"
+    return "data" if row in run.input_layers or row == 0 else "function"
 
 
 def _did_no_harm(run: View, record: Record) -> bool:
-    """Whether outputs and weights stay finite, and so do gradients in some of the last records."""
-    a, p = run.acts, run.params
+    """Return whether outputs, weights and some of the last gradients stay finite."""
+    a, p = run.activations, run.params
     bad = np.nan_to_num(table(record, "nonfinite"))[:, -ENOUGH:] > 0
     if (a is None and p is None) or bad.any(axis=0).all() or (a is not None and _first(a)):
         return False
-    weights = np.zeros((1, 1)) if p is None or not len(p) else table(p, "weight_norm")
+    weights = table(p, "weight_norm") if p else np.zeros((1, 1))
     return bool((np.isfinite(weights[:, -1]) | ~np.isfinite(weights).any(axis=1)).all())

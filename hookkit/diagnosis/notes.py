@@ -1,7 +1,7 @@
-"""What the curves look like, for those who look at them: notes, which never alarm.
+"""Notes: what curves look like to those who look at them. They never alarm.
 
-A loss need not fall (players, policies), gradients need not be of one size, and large steps may be
-meant. So these say what was measured, and what it may come from.
+A loss need not decrease (players, policies), gradients need not be of one size, and large steps may
+be meant. So a note says what was measured, and what it may come from.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Iterator
 import numpy as np
 
 from hookkit.diagnosis.finding import Finding
-from hookkit.diagnosis.view import View
+from hookkit.diagnosis.view import View, later_half, names, percent
 
 
 def not_learning(run: View) -> Iterator[Finding]:
-    """A loss that ends less than 5 % below its start, after 50 steps or more."""
-    if run.stands and run.broke is None:
-        what = f"the loss did not fall: {run.start:.3g} → {run.end:.3g} in {len(run.losses)} steps"
+    """Find a loss that ends less than 5 % below its start, after 50 steps or more."""
+    if run.loss_flat and run.first_nan_step is None:
+        fell = f"{run.loss_start:.3g} → {run.loss_end:.3g} in {len(run.losses)} steps"
         cause = "what else is found; or a loss that need not fall (GAN, policy, a few noisy steps)"
         fix = "train on one batch again and again: a model that works brings its loss near 0"
-        yield Finding("not_learning", "note", what, cause, fix)
+        yield Finding("not_learning", "note", f"the loss did not fall: {fell}", cause, fix)
 
 
 def initial_loss(run: View) -> Iterator[Finding]:
-    """A first loss of more than twice what guessing gives."""
+    """Find a first loss of more than twice what guessing gives."""
     chance = float(np.log(run.info.get("n_classes") or 1))
-    if "entropy" in run.loss and len(run.losses) and run.losses[0] > 2 * chance > 0:
+    if "entropy" in run.loss_name and len(run.losses) and run.losses[0] > 2 * chance > 0:
         what = f"the first loss is {run.losses[0]:.3g}, and guessing gives {chance:.3g}"
         cause = "a last layer, or inputs, that begin too large"
         fix = "begin with a small last layer: layer.weight.data.mul_(0.1)"
@@ -34,30 +34,41 @@ def initial_loss(run: View) -> Iterator[Finding]:
 
 
 def vanishing(run: View) -> Iterator[Finding]:
-    """Gradients that fade towards the input, 1000-fold or more."""
-    yield from _by_depth(run, "vanishing")
+    """Find gradients that fade towards the input, 1000-fold or more."""
+    if run.gradients_vanish:
+        cause, fix = "saturating layers, or depth without shortcuts", "use norms or shortcuts"
+        yield _by_depth(run, "vanishing", cause, fix)
 
 
 def exploding(run: View) -> Iterator[Finding]:
-    """Gradients that grow towards the input, 100-fold or more."""
-    yield from _by_depth(run, "exploding")
-
-
-def _by_depth(run: View, rule: str) -> Iterator[Finding]:
-    own, size = run.depth
-    times = float(size[0] / size[-1]) if len(size) else 1.0
-    if run.fades if rule == "vanishing" else times > 100:
-        first, last = (run.params.names[i] for i in own[[0, -1]])
-        what = f"gradients of {first} are {times:.2g} times those of {last}"
+    """Find gradients that grow towards the input, 100-fold or more."""
+    _, size = run.gradient_by_depth
+    if len(size) and size[0] > 100 * size[-1]:
         cause = "weights that are large for the depth, or a recurrence"
-        fix = "clip gradients, or use norm layers"
-        if run.fades:
-            cause, fix = "saturating layers, or depth without shortcuts", "use norms or shortcuts"
-        yield Finding(rule, "note", what, cause, fix, (first, last))
+        yield _by_depth(run, "exploding", cause, "clip gradients, or use norm layers")
+
+
+def _by_depth(run: View, rule: str, cause: str, fix: str) -> Finding:
+    rows, size = run.gradient_by_depth
+    first, last = names(run.params, rows[[0, -1]])
+    what = f"gradients of {first} are {size[0] / size[-1]:.2g} times those of {last}"
+    return Finding(rule, "note", what, cause, fix, (first, last))
+
+
+def saturated(run: View) -> Iterator[Finding]:
+    """Find tanh and sigmoid layers of which half is at the ends of the range."""
+    a = run.activations
+    bounded = np.array([kind in ("Tanh", "Sigmoid") for kind in a.types], bool)
+    share = np.where(bounded, np.nan_to_num(later_half(a, "saturated")), 0)
+    if (hit := share > 0.5).any():
+        what = f"up to {percent(share.max())} of a layer is at the ends of its range"
+        cause = "weights or inputs that are large: the slope there is almost 0"
+        fix = "smaller first weights (torch.nn.init.xavier_normal_), or a norm before it"
+        yield Finding("saturated", "note", what, cause, fix, names(a, hit))
 
 
 def overfit(run: View) -> Iterator[Finding]:
-    """A validation loss that rises by a tenth above its best, and above the training loss."""
+    """Find a validation loss that rises by a tenth above its best, and above the training loss."""
     # a part that was left out in an epoch has no loss there
     rows = [r for r in run.run.valid if None not in (r.get("train_loss"), r.get("valid_loss"))]
     valid = np.array([r["valid_loss"] for r in rows], float)

@@ -8,22 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from hookkit.diagnosis.finding import Finding
-from hookkit.diagnosis.view import DENSE, View, meta, names, plural, table
+from hookkit.diagnosis.finding import Finding, plural
+from hookkit.diagnosis.view import DENSE, View, meta, names, table
 from hookkit.records import Record
 
 
 def not_in_optimizer(run: View) -> Iterator[Finding]:
-    """Parameters that can be trained, never move, and are in no optimizer that steps.
+    """Find trainable parameters that never move and are in no optimizer that steps.
 
     A note for a model's first layers, while the rest of it learns well: they may be frozen so.
     """
     p = run.params
-    left = _stays(p) & ~_in_optimizer(p)
-    wide = [i for i in _in_order(run) if meta(p, "ndim", 2)[i] > 1]
-    first = bool(wide) and not left[wide[-1]] and _is_front(left[wide])
+    left = _never_moved(p) & ~_in_optimizer(p)
     if left.any():
-        severity = "note" if first and not run.has_much_left else "warning"
+        wide = left[_wide_in_order(run)].astype(int)
+        is_front = len(wide) > 0 and not wide[-1] and not (np.diff(wide) > 0).any()
+        severity = "note" if is_front and not run.much_loss_left else "warning"
         what = f"{plural(int(left.sum()), 'trainable parameter')} are in no optimizer that steps"
         cause = "the optimizer was made without them, or before they were"
         fix = "give it all of model.parameters(), or freeze them: requires_grad_(False)"
@@ -31,8 +31,8 @@ def not_in_optimizer(run: View) -> Iterator[Finding]:
 
 
 def unregistered(run: View) -> Iterator[Finding]:
-    """Weights of the forward that PyTorch does not know, since a plain list or dict holds them."""
-    hidden = tuple(run.acts.meta.get("unregistered", ()))
+    """Find weights of the forward that PyTorch does not know: a plain list or dict holds them."""
+    hidden = tuple(run.activations.meta.get("unregistered", ()))
     if hidden:
         what = f"{plural(len(hidden), 'weight')} of the forward are not in model.parameters()"
         cause = "layers in a plain list, tuple or dict: they are never trained, moved or saved"
@@ -41,34 +41,30 @@ def unregistered(run: View) -> Iterator[Finding]:
 
 
 def no_gradient(run: View) -> Iterator[Finding]:
-    """Parameters that no gradient ever reaches.
+    """Find parameters that no gradient ever reaches.
 
-    An alarm if they are those that the data go into, which a detach() cuts off from the loss. A
-    head, pooler or expert that is not used does no harm: a note.
+    An alarm if the data go into them: a detach() cuts them off from the loss. A head, pooler or
+    expert that is not used does no harm: a note.
     """
     p = run.params
-    cut = _stays(p) & _in_optimizer(p) & ~np.isfinite(table(p, "grad_norm")).any(axis=1)
-    wide = [i for i in _in_order(run) if meta(p, "ndim", 2)[i] > 1]
-    first = bool(wide) and bool(cut[wide[0]])
-    if not cut.any():
-        return
-    what, rows = f"no gradient ever reaches {plural(int(cut.sum()), 'parameter')}", names(p, cut)
-    if first:
-        what += ", the layers that the data go into among them"
-        cause = "a detach(), .data or no_grad block behind them"
-        fix = "delete it, or freeze them: requires_grad_(False)"
-        yield Finding("no_gradient", run.severity, what, cause, fix, rows)
-    else:
+    cut = _never_moved(p) & _in_optimizer(p) & ~np.isfinite(table(p, "grad_norm")).any(axis=1)
+    if cut.any():
+        what = f"no gradient ever reaches {plural(int(cut.sum()), 'parameter')}"
         cause = "the loss does not depend on them: a head, pooler or expert that is not used"
-        yield Finding("no_gradient", "note", what, cause, "nothing, or freeze them", rows)
+        severity, fix = "note", "nothing, or freeze them"
+        if cut[_wide_in_order(run)[:1]].any():
+            severity, what = run.severity, f"{what}, the layers that the data go into among them"
+            cause = "a detach(), .data or no_grad block behind them"
+            fix = "delete it, or freeze them: requires_grad_(False)"
+        yield Finding("no_gradient", severity, what, cause, fix, names(p, cut))
 
 
 def unmoved(run: View) -> Iterator[Finding]:
-    """Parameters that get a gradient, and never move."""
+    """Find parameters that get a gradient, and never move."""
     p = run.params
     # a bias before a batch norm gets nothing but rounding errors
     pushed = np.nan_to_num(table(p, "grad_rms")).max(axis=1, initial=0) > 1e-7
-    still = _stays(p) & _in_optimizer(p) & pushed
+    still = _never_moved(p) & _in_optimizer(p) & pushed
     if still.any():
         what = f"{plural(int(still.sum()), 'parameter')} get a gradient, and never move"
         cause = "a learning rate of 0 for their group, or steps below the precision of their dtype"
@@ -77,7 +73,7 @@ def unmoved(run: View) -> Iterator[Finding]:
 
 
 def zero_gradient(run: View) -> Iterator[Finding]:
-    """Matrices whose gradient is exactly 0 at every step."""
+    """Find matrices whose gradient is exactly 0 at every step."""
     p = run.params
     norms = table(p, "grad_norm")[run.matrices]
     zero = np.isfinite(norms).any(axis=1) & (np.nan_to_num(norms) == 0).all(axis=1)
@@ -90,11 +86,11 @@ def zero_gradient(run: View) -> Iterator[Finding]:
 
 
 def zero_init(run: View) -> Iterator[Finding]:
-    """Weights that all begin at 0, so that no unit differs from its neighbours."""
+    """Find weights that all begin at 0, so that no unit differs from its neighbours."""
     p, own = run.params, run.matrices
     if len(own) < 2 or (table(p, "weight_norm")[own, 0] != 0).any():
         return
-    if run.stands or _stays(p)[own].any():  # else frozen ones may differ
+    if run.loss_flat or _never_moved(p)[own].any():  # otherwise frozen ones may differ
         what = f"all {len(own)} matrices begin at exactly 0"
         cause = "zeros as first weights: the units of a layer get the same gradient, or none"
         fix = "initialise at random: torch.nn.init.kaiming_normal_(layer.weight)"
@@ -102,54 +98,43 @@ def zero_init(run: View) -> Iterator[Finding]:
 
 
 def constant_init(run: View) -> Iterator[Finding]:
-    """Two layers in a row, or more, whose weights all begin at one value."""
+    """Find two layers in a row, or more, whose weights all begin at one value."""
     p = run.params
-    if "constant" not in p.meta:
-        return
-    norm = table(p, "weight_norm")
-    same = {i: p.meta["constant"][i] and p.types[i] in DENSE for i in run.matrices}
-    pairs = [pair for pair in pairwise(run.matrices) if all(same[i] for i in pair)]
+    constant = meta(p, "constant", False)
+    alike = {i for i in run.matrices if constant[i] and p.types[i] in DENSE}
+    pairs = [pair for pair in pairwise(run.matrices) if alike.issuperset(pair)]
     rows = sorted({i for pair in pairs for i in pair})
-    if any(norm[i, 0] > 0 for i in rows):  # else `zero_init`
+    if (table(p, "weight_norm")[rows, 0] > 0).any():  # otherwise `zero_init`
         what = f"the weights of {len(rows)} layers in a row all begin at one value"
         cause = "the units between such layers compute the same, and get the same gradient"
         fix = "initialise at random: torch.nn.init.kaiming_normal_(layer.weight)"
         yield Finding("constant_init", run.severity, what, cause, fix, names(p, rows))
 
 
-# --- of each parameter, (n,) bool
-
-
-def _stays(p: Record) -> Any:
-    """Which can be trained, have values, and never moved."""
-    moved = (np.nan_to_num(table(p, "update_norm")) > 0).any(axis=1)
+def _never_moved(p: Record) -> Any:
+    """Return (rows,) bool: which can be trained, have finite values, and never moved."""
+    update = table(p, "update_norm")
+    moved = (np.nan_to_num(update) > 0).any(axis=1) | ~np.isfinite(update).any(axis=1)
     moved |= meta(p, "moved", False).astype(bool)  # in steps between the records
     moved |= (np.nan_to_num(table(p, "nonfinite")) > 0).any(axis=1)
-    moved |= ~np.isfinite(table(p, "update_norm")).any(axis=1)
-    able = meta(p, "requires_grad", True).astype(bool) & (meta(p, "numel", 1) > 0)
-    return able & ~moved
+    return meta(p, "requires_grad", True).astype(bool) & (meta(p, "numel", 1) > 0) & ~moved
 
 
 def _in_optimizer(p: Record) -> Any:
-    """Which are in an optimizer that steps, or it is not known."""
+    """Return (rows,) bool: which are in an optimizer that steps, or it is not known."""
     return np.array([held is not False for held in meta(p, "in_optimizer", None).tolist()], bool)
 
 
-def _in_order(run: View) -> list[int]:
-    """Rows of trainable parameters in the order in which their layers are called, if it is known.
+def _wide_in_order(run: View) -> list[int]:
+    """Return the rows of trainable weights of two dimensions or more as their layers are called.
 
-    Those of layers that are never called come last.
+    Layers that are never called come last. If calls were not recorded, the model's order stands.
     """
-    p, a = run.params, run.acts
-    rows = [int(i) for i in np.flatnonzero(meta(p, "requires_grad", True))]
-    if a is None or not len(a):
+    p, a = run.params, run.activations
+    rows = np.flatnonzero(meta(p, "requires_grad", True) & (meta(p, "ndim", 2) > 1)).tolist()
+    if not a:
         return rows
     numbers = np.concatenate([table(a, "rms"), table(a, "count")], axis=1)
     called = [a.names[int(i)] for i in np.flatnonzero(np.isfinite(numbers).any(axis=1))]
     place = {name: i for i, name in enumerate(called)}
     return sorted(rows, key=lambda i: place.get(p.names[i].rpartition(".")[0], len(place)))
-
-
-def _is_front(hit: Any) -> bool:
-    """Whether all that are hit stand before all that are not."""
-    return not (np.diff(hit.astype(int)) > 0).any()

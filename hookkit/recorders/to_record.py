@@ -105,10 +105,10 @@ def _meta(running: RunningStats, own: dict[str, Any]) -> dict[str, Any]:
     meta["dtype"] = [own["dtypes"].get(name, "") for name in names]
     meta["unscaled"] = running.unscaled
     if running.consumers:
-        meta["feeds"] = [running.consumers.get(name) for name in names]
+        meta["read_by"] = [running.consumers.get(name) for name in names]
     meta |= {name: copy(fact) for name, fact in running.facts.items() if fact}
     if running.options.units:
         meta["window"] = WINDOW
     if own["given"]:
-        meta["given_rms"] = [own["given"].get(name, math.nan) for name in names]
+        meta["input_rms"] = [own["given"].get(name, math.nan) for name in names]
     return meta

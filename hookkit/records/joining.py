@@ -113,7 +113,7 @@ def _joined_record(a: Record | None, b: Record | None, shift: dict[str, int]) ->
         last = b.meta.get(key)
         if isinstance(first, dict) and isinstance(last, dict):
             meta[key] = {**first, **last}
-        elif key in ("constant", "given_rms"):  # how a training began
+        elif key in ("constant", "input_rms"):  # how a training began
             meta[key] = first
         elif key == "moved" and last is not None:
             meta[key] = [x or y for x, y in zip(first, last, strict=True)]
