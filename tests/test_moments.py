@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hookkit.recorders.bins import SAMPLE, LogBins, RangeBins, narrowed, sample_of
+from hookkit.recorders.bins import SAMPLE, LogBins, RangeBins, count, narrowed, sample_of
 from hookkit.recorders.moments import (
     CHUNK,
     EMPTY,
@@ -19,7 +19,6 @@ from hookkit.recorders.moments import (
     statistics as statistics_of,
 )
 from hookkit.recorders.running_stats import Options, RunningStats
-from hookkit.recorders.to_record import record_of
 
 
 def truth(x: torch.Tensor, eps: float) -> list[float]:
@@ -74,7 +73,7 @@ def test_numpy_that_raises_at_underflow_does_not_make_a_recorder_raise() -> None
         for values in (x, x[:2], x.double() ** 5, x[:2].double() ** 10):
             stats.update(stats.row("act", "Sigmoid"), 0, "", values)
         stats.end_step(0, 0, 0)
-        record = record_of(stats)
+        record = stats.record()
 
     assert record.value("nonfinite").item() == 4
 
@@ -132,12 +131,11 @@ def test_bins_count_what_numpy_counts(bins: LogBins | RangeBins) -> None:
     inside = x[x.isfinite()].double().numpy()
     want = np.histogram(inside, edges)[0]
 
-    got = bins.in_bins(bins.count(x.numpy()))
+    got = count(x.numpy(), bins)
 
     assert got.sum() == len(inside)
     np.testing.assert_array_equal(got, want)
-    on_device = np.bincount(bins.classes(x).numpy(), minlength=bins.width)
-    np.testing.assert_array_equal(bins.in_bins(on_device), got)
+    np.testing.assert_array_equal(bins.places_in_tensor(x), bins.places(x.numpy()))
 
 
 def test_a_sample_of_any_size_goes_from_end_to_end_and_through_all_channels() -> None:

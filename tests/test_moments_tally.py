@@ -12,7 +12,6 @@ from torch import nn
 from hookkit.recorders import ActivationStats, GradientStats, running_stats as tally
 from hookkit.recorders.bins import LogBins
 from hookkit.recorders.running_stats import Options, RunningStats
-from hookkit.recorders.to_record import record_of
 from hookkit.recorders.unit_stats import WINDOW, channel_dim
 from hookkit.training import watch
 
@@ -23,12 +22,12 @@ ALL = Options(bins=LogBins(), units=True)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A CPU's tensors are read as there, or as those of a device without Triton."""
     if request.param != "numpy":
-        monkeypatch.setattr(RunningStats, "_entry", lambda self, x, *a: on_device(self, x, *a))
+        monkeypatch.setattr(RunningStats, "_on_host", lambda self, x, *a: on_device(self, x, *a))
     return str(request.param)
 
 
 def on_device(stats: RunningStats, x: Any, *a: Any) -> Any:
-    return stats._entry_on_device(torch.from_numpy(np.ascontiguousarray(x)), *a)
+    return stats._on_device(torch.from_numpy(np.ascontiguousarray(x)), *a)
 
 
 def outputs(n: int = 40) -> list[list[torch.Tensor]]:
@@ -50,7 +49,7 @@ def filled(stats: RunningStats, steps: list[list[torch.Tensor]], first: int = 0)
 def test_each_record_is_that_of_its_tensors() -> None:
     steps = outputs()
 
-    record = record_of(filled(RunningStats("activation", ALL), steps))
+    record = filled(RunningStats("activation", ALL), steps).record()
 
     for i in range(2):
         x = torch.stack([tensors[i] for tensors in steps]).double().flatten(1)
@@ -85,7 +84,7 @@ def test_calls_and_batches_of_a_step_merge_and_others_leave_nothing() -> None:
     stats.discard_step()  # a skipped step
     filled(whole, [[x]])
 
-    got, want = record_of(stats), record_of(whole)
+    got, want = stats.record(), whole.record()
     assert got.value("count").tolist() == [[60]]
     for name in ("mean", "std", "min", "max", "zero", "dead"):
         np.testing.assert_allclose(got.value(name), want.value(name), rtol=1e-6, err_msg=name)
@@ -101,7 +100,7 @@ def test_a_batch_that_is_kept_only_if_it_is_finite() -> None:
         stats.end_batch(finite_only=True)
     stats.end_step(0, 0, 0)
 
-    assert record_of(stats).value("count").tolist() == [[2]]
+    assert stats.record().value("count").tolist() == [[2]]
 
 
 def test_rows_may_come_later_and_further_tensors_of_a_layer_have_their_own() -> None:
@@ -113,7 +112,7 @@ def test_rows_may_come_later_and_further_tensors_of_a_layer_have_their_own() -> 
             stats.update(row, 1, "[1][0]", torch.zeros(3))
         stats.end_step(step, 0, step)
 
-    record = record_of(stats)
+    record = stats.record()
     assert record.names == ("lstm", "lstm[1][0]")
     assert record.meta["dtype"] == ["torch.float32"] * 2
     assert record.value("count")[0].tolist() == [2] * 4
@@ -126,7 +125,7 @@ def test_it_continues_after_a_pickle() -> None:
 
     again = filled(pickle.loads(pickle.dumps(stats)), steps[25:], 25)
 
-    assert record_of(again) == record_of(filled(stats, steps[25:], 25))
+    assert again.record() == filled(stats, steps[25:], 25).record()
 
 
 # units
@@ -144,7 +143,7 @@ def test_a_unit_is_dead_if_it_was_never_above_0_over_the_window() -> None:
         stats.update(row, 0, "", x)
         stats.end_step(step, 0, step)
 
-    dead, half = record_of(stats).value("dead", 0), WINDOW // 2
+    dead, half = stats.record().value("dead", 0), WINDOW // 2
     for step in range(3 * WINDOW):
         first = max(step // half - 1, 0) * half
         tops = torch.stack(seen[first : step + 1]).amax(0)
@@ -162,7 +161,7 @@ def test_calls_without_values_leave_units_as_they_are() -> None:
                 stats.end_batch()
         stats.end_step(step, 0, step)
 
-    record = record_of(stats)
+    record = stats.record()
     assert record.value("saturated").tolist()[1][:2] == [4 / 6, 4 / 6]
     assert record.value("dead").tolist()[0][:2] == [1, 1]
     assert np.isnan(record.value("dead")[:, 2]).all()
@@ -210,7 +209,7 @@ def test_of_many_calls_on_a_device_a_bounded_number_is_sampled(engine: str) -> N
         assert len(stats._batch[row].counts) == tally._MOST_SAMPLES
     stats.end_step(0, 0, 0)
 
-    assert record_of(stats).value("count").tolist() == [[1200]]
+    assert stats.record().value("count").tolist() == [[1200]]
 
 
 def trained_frozen(layer: torch.nn.Module, x: torch.Tensor, **options: Any) -> Any:
@@ -263,7 +262,7 @@ def test_units_of_float64_beyond_float32_are_judged_without_a_warning() -> None:
     stats.end_step(0, 0, 0)
 
     assert stats.dead("act").tolist() == [False, True, False, True, False]
-    assert record_of(stats).hist.sum() == 8  # type: ignore[union-attr]
+    assert stats.record().hist.sum() == 8  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint16, torch.float8_e5m2])
@@ -272,12 +271,12 @@ def test_values_without_arithmetic_are_counted(dtype: torch.dtype, on_a_device: 
     stats = RunningStats("activation", ALL)
     row, x = stats.row("act", "Sigmoid"), torch.tensor([[0.0, 1.0], [0.0, 1.0]]).to(dtype)
     if on_a_device:
-        stats._batch[row] = stats._entry_on_device(x, row, 1)
+        stats._batch[row] = stats._on_device(x, row, 1)
     else:
         stats.update(row, 0, "", x)
     stats.end_step(0, 0, 0)
 
-    record = record_of(stats)
+    record = stats.record()
     assert record.value("mean", "act") == [0.5]
     assert record.value("saturated", "act") == [1.0]
     assert stats.dead("act").tolist() == [True, False]
@@ -300,9 +299,10 @@ def test_the_size_of_what_a_layer_is_given_is_that_of_all_its_calls_in_the_first
 
 
 def test_inputs_without_floats_have_no_size():
-    tally = RunningStats("activation")
+    stats = RunningStats("activation")
+    stats.row("fc", "Linear")
 
     for args in ((), (torch.ones(3, dtype=torch.long),), (torch.ones(0),)):
-        tally.see_inputs(0, (args, {}))
+        stats.update_inputs(0, (args, {}))
 
-    assert tally.given_rms() == {}
+    assert "input_rms" not in stats.record().meta

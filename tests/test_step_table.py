@@ -58,7 +58,7 @@ def test_memory_is_bounded_for_two_small_layers_and_many_steps(
         for _ in range(n):
             for row in rows:
                 stats.update(row, 0, "", x)
-            stats.end_step(stats.n_records, 0, stats.n_records)
+            stats.end_step(stats.table.n_steps, 0, stats.table.n_steps)
 
     train(2000)
     tracemalloc.start()

@@ -9,9 +9,8 @@ flight          `FlightRecorder`: which module made the first NaN or Inf, and wh
 
 What they are made of:
 layer_hooks     What recorders' hooks do at a call of a layer: they show tensors to a target.
-running_stats   `RunningStats`: takes tensors from hooks, ends steps.
+running_stats   `RunningStats`: from tensors in hooks over batches and steps to a `Record`.
 step_table      `StepTable`: numbers by step in bounded memory; halved when it is full.
-to_record       From running statistics to a `Record`, of this process or of all ranks.
 parameters      The parameters of a model by name, and those that a step left alone.
 param_norms     Norms of parameters, of their gradients and of what a step has changed.
 
@@ -20,7 +19,6 @@ moments         Nine numbers: by numpy on a CPU, by tensor operations elsewhere;
 triton_rows     The same on CUDA in one launch.
 bins            Histograms of a bounded sample.
 unit_stats      Dead units, judged over a window of records; which dimension counts units.
-device_rows     A step's numbers on their way from a device.
 graph_op        The operation by which a compiled graph shows a tensor to a recorder.
 
 What the diagnosis reads while a model trains:

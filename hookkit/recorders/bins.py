@@ -27,6 +27,7 @@ SAMPLE = 4096
 0.021 with 95 % confidence (Dvoretzky-Kiefer-Wolfowitz, with Massart's constant, 1990)."""
 
 _CLASSES = 1024  # values of the upper ten bits of a float32
+_NOT_FINITE = 510  # the class of +Inf; of NaN too, and 511
 _MINUS_INF = -8388608  # bits of -inf, as an int32; those of negative finite values are below it
 
 
@@ -34,39 +35,37 @@ class LogBins:
     """Signed logarithmic bins from 2**low to 2**high, one or two an octave.
 
     Attributes:
-        edges: (n_bins + 1,) float64 with open ends.
-        width: how many counts `count` gives, from which `in_bins` makes those of the bins.
+        edges: (n + 1,) float64 with open ends.
+        n: how many bins there are.
 
     >>> LogBins(0, 2, 1).edges.tolist()
     [-inf, -4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0, inf]
     """
 
-    width = _CLASSES
-
     def __init__(self, low: int = -12, high: int = 12, per_octave: int = 2) -> None:
         factors = (1.0, 1.5)[:per_octave]
         side = np.array([2.0**e * f for e in range(low, high) for f in factors] + [2.0**high])
         self.edges = np.concatenate([[-np.inf], -side[::-1], [0.0], side, [np.inf]])
+        self.n, half = len(self.edges) - 1, _CLASSES // 2
         step = 2 // per_octave
-        self._starts = [0, *range((low + 127) * 2, (high + 127) * 2 + 1, step), 510]
+        starts = [*range((low + 127) * 2, (high + 127) * 2 + 1, step), _NOT_FINITE]
+        outwards = np.searchsorted(starts, np.arange(half), side="right")  # 0 is next to zero
+        positive, negative = self.n // 2 + outwards, self.n // 2 - 1 - outwards
+        positive[_NOT_FINITE:] = negative[_NOT_FINITE:] = self.n
+        self._of_class = np.concatenate([positive, negative])
 
-    def count(self, x: Any) -> Any:
-        """(1024,) counts of a float32 array's values by sign, exponent and first fraction bit."""
+    def places(self, x: Any) -> Any:
+        """Return the bin of each value of a float32 array; `n` for NaN and Inf."""
         bits = (x + np.float32(0)).view(np.int32)  # -0.0 becomes 0.0
         bits -= bits < _MINUS_INF  # a negative value that is an edge belongs to the bin above it
-        return np.bincount(bits.view(np.uint32) >> 22, minlength=_CLASSES)
+        return self._of_class[bits.view(np.uint32) >> 22]
 
-    def classes(self, x: Tensor) -> Tensor:
-        """The same classes of a float32 tensor, int64 of its shape."""
+    def places_in_tensor(self, x: Tensor) -> Tensor:
+        """Return the same of a float32 tensor, int64 of its shape."""
         bits = (x + 0).view(torch.int32)
         bits = bits - (bits < _MINUS_INF).int()
-        return (bits >> 22 & _CLASSES - 1).long()
-
-    def in_bins(self, counts: Any) -> Any:
-        """(…, n_bins) counts of (…, 1024) classes."""
-        sides = counts.reshape(*counts.shape[:-1], 2, _CLASSES // 2)
-        bins = np.add.reduceat(sides, self._starts, axis=-1)[..., :-1]
-        return np.concatenate([bins[..., 1, ::-1], bins[..., 0, :]], -1)
+        bins = torch.from_numpy(self._of_class).to(x.device, non_blocking=True)
+        return bins[(bits >> 22 & _CLASSES - 1).long()]
 
 
 class RangeBins:
@@ -78,22 +77,22 @@ class RangeBins:
 
     def __init__(self, low: float, high: float, n: int) -> None:
         self.edges = np.concatenate([[-np.inf], np.linspace(low, high, n + 1), [np.inf]])
-        self.width = n + 3  # the last: NaN and Inf
+        self.n = n + 2
         self._inner = self.edges[1:-1].astype(np.float32)
 
-    def count(self, x: Any) -> Any:
-        """(n_bins + 1,) counts of a float32 array; the last of NaN and Inf."""
-        column = np.searchsorted(self._inner, x, side="right")
-        return np.bincount(np.where(np.isfinite(x), column, self.width - 1), minlength=self.width)
+    def places(self, x: Any) -> Any:
+        """Return the bin of each value of a float32 array; `n` for NaN and Inf."""
+        return np.where(np.isfinite(x), np.searchsorted(self._inner, x, side="right"), self.n)
 
-    def classes(self, x: Tensor) -> Tensor:
-        """The bins of a float32 tensor, int64 of its shape."""
+    def places_in_tensor(self, x: Tensor) -> Tensor:
+        """Return the same of a float32 tensor, int64 of its shape."""
         inner = torch.from_numpy(self._inner).to(x.device, non_blocking=True)
-        return torch.bucketize(x, inner, right=True).where(x.isfinite(), self.width - 1)
+        return torch.bucketize(x, inner, right=True).where(x.isfinite(), self.n)
 
-    def in_bins(self, counts: Any) -> Any:
-        """(…, n_bins) counts of the finite values."""
-        return counts[..., :-1]
+
+def count(x: Any, bins: LogBins | RangeBins) -> Any:
+    """Return (n,) counts of the finite values of an array, float32 or float64."""
+    return np.bincount(bins.places(narrowed(x)), minlength=bins.n + 1)[:-1]
 
 
 def narrowed(x: Any) -> Any:

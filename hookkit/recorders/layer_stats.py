@@ -33,7 +33,7 @@ from hookkit.recorders.parameters import idle_parameters, named_parameters
 from hookkit.recorders.running_stats import Options, RunningStats
 from hookkit.recorders.stats_list import StatsList, list_stats
 from hookkit.recorders.step_recorder import StepRecorder, clock
-from hookkit.recorders.to_record import is_clamped, record_of, record_of_ranks
+from hookkit.recorders.unit_stats import is_clamped
 from hookkit.records import Record
 
 _BY_NAME = "Layers to record are given by name: modules=…."
@@ -111,7 +111,7 @@ class LayerStats(StepRecorder, HookCallback):
         switch.on = self._is_due(learn.n_steps)
         now.state, now.iteration, switch.late = _State.OPEN, learn.train_iter, False
         if self.is_forward:
-            switch.given = None if self.table.n_steps else running.see_inputs
+            switch.given = None if self.table.n_steps else running.update_inputs
         elif switch.on:
             now.scaler = self.scaler or learn.step_scaler
             running.unscale = inverse_scale(now.scaler)
@@ -146,7 +146,8 @@ class LayerStats(StepRecorder, HookCallback):
             elif self.is_forward or self.of == "params" or self._knew_scaler(learn):
                 began = clock()
                 running.end_step(learn.n_steps - 1, learn.epoch, now.iteration)
-                self._progress.spent += clock() - began
+                self._progress.spent = running.spent + clock() - began
+                running.spent = 0.0
             else:
                 running.discard_step()
             self._end_step(learn, on)
@@ -182,10 +183,10 @@ class LayerStats(StepRecorder, HookCallback):
         return self.table.n_steps, len(self.running.names)
 
     def _read(self, since: int) -> Record:
-        return record_of(self.running, since)
+        return self.running.record(since)
 
     def _read_ranks(self) -> Record:
-        return record_of_ranks(self.running)
+        return self.running.record_of_ranks()
 
     @property
     def stats(self) -> StatsList:

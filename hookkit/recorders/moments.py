@@ -5,14 +5,15 @@ squared deviations (`m2`), least and greatest, how many are near zero and exactl
 values were not finite. Mean and `m2` of parts merge exactly (Chan et al. 1983); sums of squares
 would cancel all digits where the mean is far from 0.
 
-There are three ways to a row: `array_row` here by numpy for a CPU, `triton_rows` for CUDA, and
-`moments` here by tensor operations for other devices; that is the reference for the others.
+There are four ways to a row: here by numpy for a CPU `array_row`, and `SmallArrays` for many at
+once; `triton_rows` for CUDA; and `moments` here by tensor operations for other devices, which is
+the reference for the others.
 """
 
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
@@ -146,21 +147,73 @@ def array_row(x: Any, eps: float) -> tuple[float, ...]:
         zero = np.count_nonzero(part == 0) if near else 0  # faster than of floats
         row = 1.0, float(n), mean, max(m2, 0.0), low, high, float(near), float(zero), 0.0
         rows.append(row)
-    return rows[0] if len(rows) == 1 else _row_of(rows)
+    return 1.0, *(reduce(merge, rows) if rows else EMPTY)[1:]
 
 
-def _row_of(rows: list[tuple[float, ...]]) -> tuple[float, ...]:
-    """The rows of one tensor's chunks as one: `merge` for many at once."""
-    if not rows:
-        return (1.0, *EMPTY[1:])
-    table = np.array(rows)
-    _, n, means, m2, low, high = table[:, :6].T
-    total = float(n.sum())
-    with np.errstate(over="ignore"):  # squares may leave float64
-        mean = float(n @ means) / total if total else 0.0
-        deviations = float(m2.sum() + n @ (means - mean) ** 2)
-    least, most = float(low.min()), float(high.max())
-    return 1.0, total, mean, deviations, least, most, *table[:, 6:].sum(0).tolist()
+SMALL = 1024
+"""How many values a small array has at most."""
+
+_ROOM = 8 * SMALL  # values: larger temporary arrays are slow to allocate
+
+
+class SmallArrays:
+    """Small float32 arrays, copied one behind the other, whose rows are computed together.
+
+    A row takes a dozen calls of numpy, however small the array is: these share them.
+
+    Args:
+        eps: a value of at most this size is near zero.
+        bins: of histograms; None for none.
+    """
+
+    def __init__(self, eps: float, bins: Any = None) -> None:
+        self._eps, self._bins = eps, bins
+        self._values: Any = np.empty(_ROOM, np.float32)
+        self._n = 0
+        self._starts: list[int] = []
+        self._rows: list[Any] | None = None  # as soon as one was read
+        self._counts: Any = None
+
+    def add(self, x: Any) -> int | None:
+        """Copies an array of any shape; returns its number, or None if there is no room for it."""
+        start = self._n
+        end = start + x.size
+        if end > _ROOM or self._rows is not None:
+            return None
+        self._values[start:end] = x.reshape(-1)
+        self._starts.append(start)
+        self._n = end
+        return len(self._starts) - 1
+
+    def read(self, number: int) -> tuple[tuple[float, ...], tuple[()], Any]:
+        """Return the row of an array and its counts in bins, as of an `Entry`."""
+        if self._rows is None:
+            with np.errstate(all="ignore"):
+                self._compute()
+        assert self._rows is not None
+        return self._rows[number], (), None if self._bins is None else self._counts[number]
+
+    def _compute(self) -> None:
+        x, starts, n = self._values[: self._n], np.array(self._starts), len(self._starts)
+        sizes = np.diff(starts, append=self._n)
+        of = np.repeat(np.arange(n), sizes)  # by value the array that it is of
+        low, high = np.minimum.reduceat(x, starts), np.maximum.reduceat(x, starts)
+        wide = x.astype(np.float64)
+        mean = np.add.reduceat(wide, starts) / sizes
+        wide -= mean[of]
+        m2 = np.add.reduceat(np.square(wide, out=wide), starts)
+        near = np.bincount(of[np.abs(x) <= x.dtype.type(self._eps)], minlength=n)
+        zero = np.bincount(of[x == 0], minlength=n)
+        ones, none = np.ones(n), np.zeros(n)
+        rows = np.stack([ones, sizes, mean, m2, low, high, near, zero, none], 1).tolist()
+        for i in np.flatnonzero(~(np.isfinite(low) & np.isfinite(high))):
+            part = torch.from_numpy(x[starts[i] : starts[i] + sizes[i]])
+            rows[i] = moments(part, self._eps).tolist()
+        if self._bins is not None:
+            width = self._bins.n + 1  # one more for NaN and Inf
+            counts = np.bincount(self._bins.places(x) + of * width, minlength=n * width)
+            self._counts = counts.reshape(n, width)[:, :-1]
+        self._rows, self._values = [tuple(row) for row in rows], None
 
 
 def merge(a: Any, b: Any) -> Any:

@@ -1,10 +1,13 @@
-"""`RunningStats`: statistics of named tensors over steps: batch → step → `StepTable`.
+"""`RunningStats`: statistics of named tensors, from `update` in a hook to the `Record`.
 
-A hook calls `see` for each tensor, and its row goes into the dict of the current batch. Events only
-move dicts: `drop` forgets the batch, `fold` keeps it for its step, `forget` drops the step too,
-`commit` ends the step, whose rows then wait, and after 8 steps go into the table on the host. On a
-GPU they are sent there without waiting, and have arrived by then. Ctrl-C can leave a record without
-the step under way.
+    update          a tensor → an `Entry`, the numbers of a layer in this batch
+    end_batch       the batch's entries are merged into those of the step
+    end_step        the step's entries go to the `StepTable`, where they wait for seven more steps
+    record          all columns of the table as plain numbers, with names and facts
+
+Nothing waits for a device before somebody reads: what a step has there is sent when the step ends,
+and has arrived when it is read, up to eight steps later. Small tensors on a CPU are copied and read
+together then. Ctrl-C can leave a record without the step under way.
 
 Inside `torch.compile` the hook's call becomes one opaque operation of the graph (`graph_op`), which
 runs this very code.
@@ -13,7 +16,11 @@ runs this very code.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import add
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -21,14 +28,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hookkit.devices import to_host_async
 from hookkit.hooks.snapshot import is_transforming
 from hookkit.nested import leaves
-from hookkit.recorders import triton_rows, unit_stats as units
-from hookkit.recorders.bins import LogBins, RangeBins, narrowed, narrowed_tensor, sample_of
-from hookkit.recorders.device_rows import arriving
+from hookkit.recorders import step_recorder, triton_rows, unit_stats as units
+from hookkit.recorders.bins import LogBins, RangeBins, count, narrowed_tensor, sample_of
 from hookkit.recorders.graph_op import enlist, new_token, show_traced
-from hookkit.recorders.moments import array_row, flat, merge, moments, plain, widened
+from hookkit.recorders.moments import (
+    SMALL,
+    SmallArrays,
+    array_row,
+    flat,
+    merge,
+    moments,
+    plain,
+    statistics,
+    widened,
+)
 from hookkit.recorders.step_table import MOMENTS, Field, Numbers, StepTable, sums
+from hookkit.records import Record
 
 _MOST_SAMPLES = 64  # of a layer in a batch on a device: of more calls no sample is taken
 
@@ -49,35 +67,21 @@ class Options:
 
 
 class Entry(NamedTuple):
-    """What a layer gave in a batch; of another device than a CPU the numbers are tensors on it.
+    """The numbers of a layer in a batch or a step; what is on a device stays there as tensors.
 
     Args:
-        row: its nine numbers; on CUDA the sums of `triton_rows`.
+        row: its nine numbers; a tensor on a device, on CUDA the sums of `triton_rows`.
+        small: further tensors, which wait in `SmallArrays`: these, and the tensor's number.
         counts: of the histogram; on a device the samples, a list.
         alive: (units,) bool, whether a value of the unit is above 0; None if units are not known.
         full: how many values are at the flat ends of a bounded activation; None of any other.
     """
 
-    row: Any
+    row: Any = None
+    small: tuple[tuple[SmallArrays, int], ...] = ()
     counts: Any = None
     alive: Any = None
     full: Any = None
-
-
-def merged(a: Entry, b: Entry) -> Entry:
-    """Two calls of a layer, or two batches, as one."""
-    row = a.row
-    if isinstance(row, tuple):
-        row = merge(row, b.row)
-    elif row.ndim == 2:
-        row = triton_rows.joined(row, b.row)
-    else:
-        row = torch.stack(merge(row.unbind(), b.row.to(row.device).unbind()))
-    counts = a.counts if a.counts is None else a.counts + b.counts
-    if isinstance(counts, list):
-        counts = counts[:_MOST_SAMPLES]
-    full = b.full if a.full is None else a.full if b.full is None else a.full + b.full
-    return Entry(row, counts, units.either(a.alive, b.alive), full)
 
 
 Entries = dict[int, Entry]
@@ -97,16 +101,15 @@ class RunningStats:
         skipped: name → type of what has no values to read.
         consumers: by layer, the class of the one activation that reads it.
         facts: what else is known of the model, by its name in `Record.meta`.
-        given: by row, the RMS of what each of the layer's calls was given in the first record.
-        n_records: how many records were made.
         table: the records, whose fields are "moments", "hist" and "units".
+        spent: seconds that `update` has taken since this was set to 0.
 
     >>> stats = RunningStats("activation")
     >>> row = stats.row("fc", "Linear")
     >>> for step in range(3):
     ...     stats.update(row, 0, "", torch.full((4, 2), float(step)))
     ...     stats.end_step(step, epoch=0, iteration=step)
-    >>> stats.tables()["moments"][:, 0, 2].tolist()
+    >>> stats.record().value("mean", "fc").tolist()
     [0.0, 1.0, 2.0]
     """
 
@@ -114,42 +117,41 @@ class RunningStats:
         self.kind, self.options = kind, options or Options()
         self.names: list[str] = []
         self.types: list[str] = []
-        self.dtypes: dict[int, torch.dtype] = {}
         self.skipped: dict[str, str] = {}
         self.consumers: dict[str, str | None] = {}
         self.facts: dict[str, Any] = {}
-        self.given: dict[int, list[Any]] = {}
         self.unscale: Tensor | None = None
-        self.unscaled = False
         self.thread: int | None = None
+        self.spent = 0.0
+        self._unscaled = False
         self._rows: dict[str, int] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
         self._dims: dict[tuple[int, int], int | None] = {}  # of units, by row and `ndim`
         self._before: units.Before | None = None  # the last tensor whose units are known
+        self._input_rms: dict[int, list[Any]] = {}  # by row, one for each call
         self._lock = Lock()
-        self._step: Entries = {}  # what was kept for the step under way
-        self._batch: Entries = {}  # what was seen since
+        self._small = SmallArrays(self.options.eps, self.options.bins)
+        self._batch: Entries = {}
+        self._step: Entries = {}  # of the batches before this one
         self._window = units.Units()
         fields = {"moments": MOMENTS}
         if self.options.bins is not None:
-            fields["hist"] = sums(len(self.options.bins.edges) - 1, int)
-        if self.options.units:
-            fields["units"] = sums(
-                4
-            )  # dead units, records that were judged; full values, of how many
-        self.table, self.n_records = StepTable(**fields), 0
+            fields["hist"] = sums(self.options.bins.n, int)
+        if self.options.units:  # dead units, judged records; full values, of how many
+            fields["units"] = sums(4)
+        self.table = StepTable(**fields)
         self.id, self.token = enlist(self), new_token()
 
     def row(self, name: str, kind: str) -> int:
-        """The row of a name: that of before, or a new one."""
-        if name not in self._rows:
+        """Return the row of a name, a new one if it has none; `kind` is its type from now on."""
+        row = self._rows.setdefault(name, len(self.names))
+        if row == len(self.names):
             self.names.append(name)
             self.types.append(kind)
-            self._rows[name] = len(self.names) - 1
-        row = self._rows[name]
         self.types[row] = kind
         return row
 
-    # --- the current batch
+    # --- the batch
 
     def update(self, row: int, leaf: int, path: str, t: Tensor) -> None:
         """Records `t`, leaf number `leaf` (called `path`) of what the layer in `row` gave.
@@ -159,66 +161,62 @@ class RunningStats:
         if torch.compiler.is_compiling():
             show_traced(self, row, leaf, path, t)
             return
-        x = plain(t)
+        began, x = step_recorder.clock(), plain(t)
         if x is None:
             self.skipped[self.names[row] + path] = f"{type(t).__name__} without values to read"
             return
         if leaf:
             row = self.row(self.names[row] + path, self.types[row])
-        self.dtypes[row] = x.dtype
+        self._dtypes[row] = x.dtype
         if self.unscale is not None:
-            self.unscaled, x = True, widened(x) * self.unscale
+            self._unscaled, x = True, widened(x) * self.unscale
         dim = self._dim(row, t) if self.options.units and x.numel() and x.ndim else None
-        batch = self._batch
         if not x.is_cpu:
-            entry = self._entry_on_device(x, row, dim)
-        elif x.dtype is torch.float32 and x.is_contiguous():
-            entry = self._entry(x.numpy(), row, dim)
+            entry = self._on_device(x, row, dim)
         else:
-            entry = self._entry(widened(x).numpy(), row, dim)
+            values = (x if x.dtype is torch.float32 else widened(x)).numpy()
+            entry = self._on_host(values, row, dim)
         with self._lock:  # DataParallel's replicas run in threads
-            batch[row] = merged(batch[row], entry) if row in batch else entry
+            batch = self._batch
+            batch[row] = _merged(batch[row], entry) if row in batch else entry
+        self.spent += step_recorder.clock() - began
 
-    def see_inputs(self, row: int, inputs: Any) -> None:
-        """Keep the RMS of the first tensor that a layer is given, if it has floats."""
-        t = None if is_transforming() else next(iter(leaves(inputs)), None)
-        x = plain(t) if t is not None and t.is_floating_point() else None
-        if x is not None and x.numel():
-            wide = x.dtype if x.itemsize > 2 else torch.float32
-            with torch.inference_mode(False), torch.no_grad():
-                # without a copy in float32, which may be too large for a device
-                x = x.to(wide) if x.itemsize < 2 else x
-                rms = torch.linalg.vector_norm(x, dtype=wide) / math.sqrt(x.numel())
-            self.given.setdefault(row, []).append(rms)
-
-    def _entry(self, x: Any, row: int, dim: int | None) -> Entry:
+    def _on_host(self, x: Any, row: int, dim: int | None) -> Entry:
+        alive, full, bins = None, None, self.options.bins
+        if self.options.units:
+            with np.errstate(all="ignore"):
+                alive = None if dim is None else units.alive_in_array(x, dim)
+                middle = units.middle(self.types[row])
+                if middle is not None and x.size:
+                    full = float(np.count_nonzero(np.abs(x - middle) > 0.97 * (1 - middle)))
+        if 0 < x.size <= SMALL and x.dtype == np.float32:
+            with self._lock:
+                number = self._small.add(x)
+                if number is None:
+                    self._small = SmallArrays(self.options.eps, bins)
+                    number = self._small.add(x)
+                    assert number is not None
+                return Entry(None, ((self._small, number),), None, alive, full)
+        if x.flags.c_contiguous:
+            values = x.reshape(-1)
+        else:  # in memory order, without a copy where that is dense
+            values = x.transpose(np.argsort([-n for n in x.strides], kind="stable")).reshape(-1)
         with np.errstate(all="ignore"):  # the user's own setting may raise
-            return self._entry_in_array(x, row, dim)
+            counts = None
+            if bins is not None:
+                counts = count(values[sample_of(len(values), self.table.n_steps)], bins)
+            return Entry(array_row(values, self.options.eps), (), counts, alive, full)
 
-    def _entry_in_array(self, x: Any, row: int, dim: int | None) -> Entry:
-        eps, bins = self.options.eps, self.options.bins
-        values = x.reshape(-1) if x.flags.c_contiguous else _dense(x)
-        counts, alive, full = None, None, None
-        if bins is not None:
-            part = values[sample_of(len(values), self.n_records)]
-            counts = bins.count(part if part.dtype == np.float32 else narrowed(part))
-        if dim is not None:
-            alive = units.alive_in_array(x, dim)
-        if self.options.units and (middle := units.middle(self.types[row])) is not None and x.size:
-            full = float(np.count_nonzero(np.abs(x - middle) > 0.97 * (1 - middle)))
-        return Entry(array_row(values, eps), counts, alive, full)
-
-    def _entry_on_device(self, x: Tensor, row: int, dim: int | None) -> Entry:
-        eps, values = self.options.eps, flat(x)
-        fused = triton_rows.serves(x.device)
+    def _on_device(self, x: Tensor, row: int, dim: int | None) -> Entry:
+        values, eps = flat(x), self.options.eps
+        samples: list[Tensor] | None = None
+        alive: Tensor | None = None
+        full: Tensor | None = None
         with torch.inference_mode(False), torch.no_grad():
+            fused = triton_rows.serves(x.device)
             moment = triton_rows.sums_of(values, eps) if fused else moments(widened(values), eps)
-            samples: list[Tensor] | None = None
-            alive: Any = None
-            full: Any = None
             if self.options.bins is not None:
-                part = values[sample_of(len(values), self.n_records)]
-                samples = [narrowed_tensor(part)]
+                samples = [narrowed_tensor(values[sample_of(len(values), self.table.n_steps)])]
             if self.options.units and not (x.is_floating_point() and x.dtype.itemsize > 1):
                 x = widened(x)  # bool and float8 have no arithmetic
             if dim is not None:
@@ -226,7 +224,7 @@ class RunningStats:
             middle = units.middle(self.types[row]) if self.options.units and x.numel() else None
             if middle is not None:
                 full = ((x - middle).abs() > 0.97 * (1 - middle)).sum().to(torch.float32)
-        return Entry(moment, samples, alive, full)
+        return Entry(moment, (), samples, alive, full)
 
     def _dim(self, row: int, t: Tensor) -> int | None:
         key = row, t.ndim
@@ -236,6 +234,18 @@ class RunningStats:
             self._before = t.shape, dim
         return dim
 
+    def update_inputs(self, row: int, inputs: Any) -> None:
+        """Keeps the RMS of the first tensor that a layer is given, if it has floats."""
+        t = None if is_transforming() else next(iter(leaves(inputs)), None)
+        x = plain(t) if t is not None and t.is_floating_point() else None
+        if x is not None and x.numel():
+            wide = x.dtype if x.itemsize > 2 else torch.float32
+            with torch.inference_mode(False), torch.no_grad():
+                # without a copy in float32, which may be too large for a device
+                x = x.to(wide) if x.itemsize < 2 else x
+                rms = torch.linalg.vector_norm(x, dtype=wide) / math.sqrt(x.numel())
+            self._input_rms.setdefault(row, []).append(rms)
+
     # --- steps
 
     def discard_batch(self) -> None:
@@ -244,58 +254,159 @@ class RunningStats:
 
     def end_batch(self, *, finite_only: bool = False) -> None:
         """Keeps the batch for its step; with `finite_only` only if all of its values are finite."""
-        if not (finite_only and any(_bad(entry) for entry in self._batch.values())):
+        if not (finite_only and any(_has_nonfinite(entry) for entry in self._batch.values())):
             self._step = _together(self._step, self._batch)
         self._batch = {}
 
     def discard_step(self) -> None:
-        """Forgets everything since the last `commit`."""
+        """Forgets everything since the last `end_step`."""
         self._step, self._batch = {}, {}
 
     def end_step(self, step: int, epoch: int, iteration: int) -> None:
-        """Ends the step: all that was seen since the last commit is its record."""
-        n, entries = self.n_records, _together(self._step, self._batch)
-        read: Any = lambda: entries  # noqa: E731
-        if Tensor in {type(entry.row) for entry in entries.values()}:
-            read = arriving(entries, self.options.bins)
-        self._step, self._batch, self.n_records = {}, {}, n + 1
+        """Ends the step: all that was seen since the last `end_step` is its record."""
+        entries = _together(self._step, self._batch)
+        read: Callable[[], Entries] = lambda: entries  # noqa: E731
+        if any(type(entry.row) is Tensor for entry in entries.values()):
+            read = _send(entries, self.options.bins)
+        self._step, self._batch = {}, {}
         # without `self`, which holds the table: the two would wait for the garbage collector
-        parts = self.table.fields, self.names, self.options, self._window
-        self.table.later((step, epoch, iteration), lambda: _numbers(read(), n, *parts))
+        parts = self.table.n_steps, self.table.fields, self.names, self.options, self._window
+        self.table.later((step, epoch, iteration), lambda: _numbers(read(), *parts))
 
     # --- reading
 
-    def tables(self, first: int = 0) -> Numbers:
-        """By field the (columns, rows, …) numbers of the records from column `first` on.
+    def record(self, since: int = -1) -> Record:
+        """Return what was recorded, as plain numbers; here the host waits for the device.
 
-        Here the host waits for the device.
+        With `since` only the columns that begin after this step, or the last one if there is none.
         """
-        return {name: self.table.read(name, len(self.names), first) for name in self.table.fields}
+        return self._record(self._parts(self.table.since(since)))
 
-    def given_rms(self) -> dict[str, float]:
-        """Return by name the RMS of each layer's inputs in the first record. Sync: once."""
-        self.given = {row: [float(x) for x in calls] for row, calls in self.given.items()}
-        # all calls count: the first may be fed zeros
+    def record_of_ranks(self) -> Record:
+        """Return what all ranks recorded together: each of them has to call.
+
+        One exchange of all tables, which are merged in the order of the ranks. The share of dead
+        units is the mean of the ranks' shares.
+
+        Raises:
+            HookError: on every rank, if they recorded different steps or with other options.
+        """
+        whole, *others = step_recorder.from_all_ranks(f"{self.kind}s", self._parts())
+        for other in others:
+            types = {**whole["types"], **other["types"]}
+            names, tables = list(types), {}
+            for name, field in self.table.fields.items():
+                both = [field.blanks(len(whole["steps"]), len(names)) for _ in range(2)]
+                for table, part in zip(both, (whole, other), strict=True):
+                    table[:, [names.index(layer) for layer in part["types"]]] = part["tables"][name]
+                tables[name] = field.merge(*both)
+            known = {key: {**other[key], **whole[key]} for key in ("dtypes", "input_rms")}
+            whole = {**whole, **known, "types": types, "tables": tables}
+        return self._record(whole)
+
+    def _parts(self, first: int = 0) -> dict[str, Any]:
+        """Return what a record is made of, and a rank sends: the columns from `first` on."""
+        bins, names = self.options.bins, self.names
+        edges = ["no bins"] if bins is None else bins.edges.tolist()
+        table = self.table
         return {
-            self.names[row]: math.hypot(*calls) / math.sqrt(len(calls))
-            for row, calls in self.given.items()
+            "types": dict(zip(names, self.types, strict=True)),
+            "steps": [tuple(place) for place in table.places(first).tolist()],
+            "options": [self.options.eps, "units" if self.options.units else "no units", *edges],
+            "tables": {name: table.read(name, len(names), first) for name in table.fields},
+            "input_rms": self._rms_by_name(),
+            "dtypes": {names[row]: str(dtype) for row, dtype in self._dtypes.items()},
         }
 
+    def _record(self, parts: dict[str, Any]) -> Record:
+        tables, types, options = parts["tables"], parts["types"], self.options
+        values = statistics(np.moveaxis(tables["moments"], 1, 0))
+        if options.units:
+            values |= _of_units(tables["units"], types, self.consumers)
+        hist = edges = None
+        if options.bins is not None:
+            edges = options.bins.edges
+            hist = np.ascontiguousarray(np.transpose(tables["hist"], (1, 2, 0)))
+        meta: dict[str, Any] = {"eps": options.eps, "skipped": dict(self.skipped)}
+        meta["dtype"] = [parts["dtypes"].get(name, "") for name in types]
+        meta["unscaled"] = self._unscaled
+        if self.consumers:
+            meta["read_by"] = [self.consumers.get(name) for name in types]
+        meta |= {name: copy(fact) for name, fact in self.facts.items() if fact}
+        if options.units:
+            meta["window"] = units.WINDOW
+        if parts["input_rms"]:
+            meta["input_rms"] = [parts["input_rms"].get(name, math.nan) for name in types]
+        axes = np.array(parts["steps"], np.int64).reshape(-1, 4).T
+        fields: Any = {"values": values, "hist": hist, "edges": edges, "meta": meta}
+        return Record(self.kind, tuple(types), tuple(types.values()), *axes, **fields)
+
+    def _rms_by_name(self) -> dict[str, float]:
+        """Return by name the RMS of each layer's inputs in the first record. Sync: once."""
+        calls = {row: [float(x) for x in each] for row, each in self._input_rms.items()}
+        self._input_rms = dict(calls)
+        # all calls count: the first may be fed zeros
+        return {self.names[row]: math.hypot(*x) / math.sqrt(len(x)) for row, x in calls.items()}
+
     def dead(self, name: str) -> Any:
-        """(units,) bool of a layer's units over the window; None if they are not known."""
+        """Return (units,) bool of a layer's units over the window; None if they are not known."""
         self.table.settle()
         return self._window.dead(self._rows.get(name, -1))
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: without the step under way, which is on its device."""
         self.table.settle()
-        self.given_rms()
-        gone = dict.fromkeys(("token", "unscale", "thread", "_lock", "_before"))
+        self._rms_by_name()
+        gone = dict.fromkeys(("token", "unscale", "thread", "_lock", "_before", "_small"))
         return {**vars(self), **gone, "_step": {}, "_batch": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._lock, self.id, self.token = Lock(), enlist(self), new_token()
+        self._small = SmallArrays(self.options.eps, self.options.bins)
+
+
+# --- entries
+
+
+def _merged(a: Entry, b: Entry) -> Entry:
+    """Return two calls of a layer, or two batches, as one."""
+    counts = _joined(a.counts, b.counts, add)
+    if isinstance(counts, list):
+        counts = counts[:_MOST_SAMPLES]
+    row, full = _joined(a.row, b.row, _merged_rows), _joined(a.full, b.full, add)
+    return Entry(row, a.small + b.small, counts, units.either(a.alive, b.alive), full)
+
+
+def _joined(a: Any, b: Any, join: Callable[[Any, Any], Any]) -> Any:
+    return b if a is None else a if b is None else join(a, b)
+
+
+def _merged_rows(a: Any, b: Any) -> Any:
+    if isinstance(a, tuple):
+        return merge(a, b)
+    b = b.to(a.device)  # DataParallel's replicas are on several
+    return triton_rows.joined(a, b) if a.ndim == 2 else torch.stack(merge(a.unbind(), b.unbind()))
+
+
+def _together(a: Entries, b: Entries) -> Entries:
+    """Return what was seen in two batches."""
+    if not a:
+        return b
+    return {**a, **{row: _merged(a[row], e) if row in a else e for row, e in b.items()}}
+
+
+def _read(entry: Entry) -> Entry:
+    """Return an entry with the numbers of its small tensors."""
+    for arrays, number in entry.small:
+        entry = _merged(entry, Entry(*arrays.read(number)))
+    return entry
+
+
+def _has_nonfinite(entry: Entry) -> bool:
+    """Return whether values are not finite; sync: of a device, in a step that was not made."""
+    row = _read(entry).row
+    return bool(row[8] if not isinstance(row, Tensor) or row.ndim == 1 else row[:, 8].sum())
 
 
 def _numbers(
@@ -306,15 +417,13 @@ def _numbers(
     options: Options,
     window: units.Units,
 ) -> Numbers:
-    """The numbers of record `n`; called once, in the order of records."""
+    """Return the numbers of record `n`; called once, in the order of records."""
     numbers = {name: field.blanks(len(names)) for name, field in fields.items()}
+    entries = {row: _read(entry) for row, entry in entries.items()}
     if entries:
         numbers["moments"][list(entries)] = [entry.row for entry in entries.values()]
-    if (bins := options.bins) is not None:
-        counts = np.zeros((len(names), bins.width), np.int64)
-        for row, entry in entries.items():
-            counts[row] = entry.counts
-        numbers["hist"] = bins.in_bins(counts)
+        if options.bins is not None:
+            numbers["hist"][list(entries)] = [entry.counts for entry in entries.values()]
     if options.units:
         known = {row: e.alive for row, e in entries.items() if e.alive is not None}
         for row, share in window.after(known, n).items():
@@ -325,19 +434,70 @@ def _numbers(
     return numbers
 
 
-def _dense(x: Any) -> Any:
-    """The values of an array in one dimension, in memory order where that is dense."""
-    return x.transpose(np.argsort([-step for step in x.strides], kind="stable")).reshape(-1)
+def _of_units(table: Any, types: Mapping[str, str], consumers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return (rows, n) by statistic, from (n, rows, 4); NaN where nothing was judged."""
+    dead, judged, full, n = np.moveaxis(np.moveaxis(table, 1, 0), -1, 0)
+    clamped = [units.is_clamped(consumers, *layer) for layer in types.items()]
+    judged = np.where((judged > 0) & np.array(clamped, bool)[:, None], judged, np.nan)
+    return {"dead": dead / judged, "saturated": full / np.where(n > 0, n, np.nan)}
 
 
-def _bad(entry: Entry) -> bool:
-    """Whether values are not finite; sync: of a device, in a step that was not made."""
-    row = entry.row
-    return bool(row[8] if not isinstance(row, Tensor) or row.ndim == 1 else row[:, 8].sum())
+# --- from a device
 
 
-def _together(a: Entries, b: Entries) -> Entries:
-    """What was seen in two batches."""
-    if not a:
-        return b
-    return {**a, **{row: merged(a[row], e) if row in a else e for row, e in b.items()}}
+def _send(entries: Entries, bins: Any) -> Callable[[], Entries]:
+    """Sends what a step has on devices; returns the function that reads all of its entries."""
+    by_device: dict[torch.device, Entries] = {}
+    for row, entry in entries.items():
+        if isinstance(entry.row, Tensor):
+            by_device.setdefault(entry.row.device, {})[row] = entry
+    on_way = [(each, _send_from(list(each.values()), bins)) for each in by_device.values()]
+
+    def read() -> Entries:
+        found = dict(entries)
+        for each, wait in on_way:
+            numbers, n = wait().double().numpy(), len(each)
+            sizes = [9 * n, 0 if bins is None else (bins.n + 1) * n]
+            sizes += [0 if e.alive is None else len(e.alive) for e in each.values()]
+            rows, counts, *alive, full = np.split(numbers, np.cumsum(sizes))
+            rows, counts, full = rows.reshape(n, 9), counts.reshape(n, -1), iter(full.tolist())
+            for i, (row, entry) in enumerate(each.items()):
+                found[row] = Entry(
+                    tuple(rows[i].tolist()),
+                    entry.small,
+                    None if bins is None else counts[i, :-1].astype(np.int64),
+                    None if entry.alive is None else alive[i] > 0,
+                    None if entry.full is None else next(full),
+                )
+        return found
+
+    return read
+
+
+def _send_from(entries: list[Entry], bins: Any) -> Callable[[], Tensor]:
+    """Sends the entries on one device as one tensor: rows, counts, living units, full values."""
+    device = entries[0].row.device
+    with torch.inference_mode(False), torch.no_grad():
+        rows = torch.stack([entry.row for entry in entries])
+        parts = [triton_rows.collapse(rows) if rows.ndim == 3 else rows]
+        if bins is not None:
+            samples = [(i, x.to(device)) for i, entry in enumerate(entries) for x in entry.counts]
+            places = bins.places_in_tensor(torch.cat([x for _, x in samples]))
+            width = bins.n + 1  # one more for NaN and Inf
+            layout = tuple((i * width, len(x)) for i, x in samples)
+            table = torch.zeros(len(entries) * width, dtype=torch.int32, device=device)
+            ones = torch.ones_like(places, dtype=torch.int32)
+            parts.append(table.scatter_add_(0, places + _offsets(layout, device), ones))
+        alive = [entry.alive.to(device) for entry in entries if entry.alive is not None]
+        full = [entry.full.to(device) for entry in entries if entry.full is not None]
+        parts += [torch.cat(alive)] if alive else []
+        parts += [torch.stack(full)] if full else []
+        return to_host_async(torch.cat([part.reshape(-1).to(parts[0].dtype) for part in parts]))
+
+
+@lru_cache(16)
+def _offsets(layout: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """Return for each value of the samples the first of its row's counts."""
+    first, sizes = zip(*layout, strict=True)
+    offsets = np.repeat(np.array(first, np.int64), sizes)
+    return torch.from_numpy(offsets).to(device)  # sync: once for the layout of a step

@@ -7,6 +7,7 @@ here: which dimension counts units, and which classes of modules have flat ends.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,11 @@ def channel_dim(kind: str, t: Tensor, before: Before | None = None) -> int | Non
     if before is not None and before[0] == t.shape:
         return before[1]
     return {2: 1, 3: None}.get(ndim, 1)
+
+
+def is_clamped(consumers: Mapping[str, Any], name: str, kind: str) -> bool:
+    """Return whether 0 is all that comes of a value below 0 in this layer's output."""
+    return kind in CLAMPING or consumers.get(name) in CLAMPING
 
 
 def middle(kind: str) -> float | None:
