@@ -108,6 +108,8 @@ class Learner(Loop, Reportable):
         xb, yb, x, y: the batch as tuples, and the only item of each if there is one.
         pred, loss, loss_grad: None until the batch gets there; `loss_grad` is what is
             differentiated, `loss` a copy that callbacks may keep.
+        losses, epochs: the training loss of each batch, kept where it was computed; for each epoch
+            of the log a dict.
         final_record: losses and metrics of the last epoch or validation.
         logger: takes a row per epoch, `recorder.log`; `print` by default.
 
@@ -156,6 +158,7 @@ class Learner(Loop, Reportable):
         self.logger: Any = print
         self.opt: Any = None
         self.frozen_idx = 0
+        self.losses, self.epochs = LossHistory(), list[dict[str, Any]]()
         self._own_wd: dict[int, float] = {}  # of groups for which the splitter gives it
         self.scaler: Any = None  # the GradScaler of the loop, if it has one
         self.accelerator: Any = None
@@ -357,7 +360,10 @@ class Learner(Loop, Reportable):
         self.probes.see_batch(self.xb)
         self.probes.see_scores(self.loss_func, self.pred)
         self.probes.see_loss(self.loss_grad)
+        self.losses.begin(self.n_steps)
         self._do_grad_opt()
+        if self.loss is not None:
+            self.losses.put(self.loss)
 
     def _do_grad_opt(self) -> None:
         self._with_events("backward", self._backward)
@@ -369,13 +375,15 @@ class Learner(Loop, Reportable):
                 return  # the backward was cancelled, and a GradScaler refuses a step without any
             self.scaler.unscale_(self.opt)  # so that callbacks clip and read the true gradients
         try:
-            self._with_events("step", self._step)
+            done = self._with_events("step", self._step)
         finally:
             if self.scaler is not None:
                 self.scaler.update()
         self.opt.zero_grad()
         if self.stepped:
             self.probes.end_step()
+        elif not done:  # a step that is skipped records nothing, of none of its batches
+            self.losses.drop(self.n_steps)
 
     # --- its smallest parts
 
@@ -435,14 +443,20 @@ class Learner(Loop, Reportable):
         self.n_steps += not self.stepped
         self.stepped = True
 
-    def _with_events(self, part: str, f: Callable[[], None]) -> None:
-        """Runs a part between its events; its Cancel exception ends it, any other ends the fit."""
+    def _with_events(self, part: str, f: Callable[[], None]) -> bool:
+        """Run a part between its events, and tell whether it ran to its end.
+
+        The part's Cancel exception ends the part, any other the fit.
+        """
+        done = True
         try:
             self(f"before_{part}")
             f()
         except CANCELS[part]:
+            done = False
             self(f"after_cancel_{part}")
         self(f"after_{part}")
+        return done
 
     # --- around it
 
@@ -711,12 +725,14 @@ class Learner(Loop, Reportable):
 
         return learner_summary(self)
 
-    def _loss_history(self) -> LossHistory | None:
-        return getattr(self.cbs_by_name.get("recorder"), "_losses", None)
+    def _gather(self) -> None:
+        self.losses.gather(self._where())
+
+    def _loss_history(self) -> LossHistory:
+        return self.losses
 
     def _epochs(self) -> list[dict[str, Any]]:
-        recorder = self.cbs_by_name.get("recorder")
-        return [] if recorder is None else recorder._epochs(self.n_steps)
+        return [dict(row) for row in self.epochs]
 
     @property
     def smooth_loss(self) -> float | None:

@@ -17,8 +17,10 @@ from hookkit.batches import generators_kept
 from hookkit.callbacks import Callback, ProgressCallback, Recorder
 from hookkit.callbacks.events import CancelFitException, CancelValidException
 from hookkit.callbacks.hook_callback import HookCallback
+from hookkit.callbacks.loss_log import LossHistory
 from hookkit.errors import ModelRunError, OptionError
 from hookkit.modelinfo.untouched import untouched
+from hookkit.recorders.probes import TrainingProbes
 from hookkit.records import Floats
 from hookkit.training.groups import set_hyper
 from hookkit.training.loop import is_recorder
@@ -103,7 +105,7 @@ def find_lr(
         for part in (learn.opt, learn.loss_func):
             if hasattr(part, "state_dict"):
                 undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
-        learn.probes = type(learn.probes)()
+        learn.probes, learn.losses, learn.epochs = TrainingProbes(), LossHistory(), []
         undo.enter_context(generators_kept(*learn.dls or ()))
         undo.enter_context(untouched(learn.model, params=True, observers=True))
         undo.enter_context(learn.removed_cbs(off))
