@@ -189,20 +189,12 @@ def made(kind: str) -> Models:
     small = {"vocab_size": 50, "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 32}
     small |= {"intermediate_size": 64}
     grouped = small | {"num_key_value_heads": 2}
-    seen = {k: v for k, v in small.items() if k != "vocab_size"}
     t5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    sizes = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
-    whisper = {f"{part}_{n}": v for part in ("encoder", "decoder") for n, v in sizes.items()}
-    whisper |= {"vocab_size": 50, "d_model": 32, "num_mel_bins": 8, "max_source_positions": 20}
-    whisper |= {"decoder_start_token_id": 1}
     name, options = {
         "gpt2": ("GPT2LMHeadModel", {"vocab_size": 50, "n_embd": 32, "n_head": 4, "n_layer": 2}),
         "llama": ("LlamaForCausalLM", grouped),
-        "mixtral": ("MixtralForCausalLM", grouped | {"num_local_experts": 2}),
         "bert": ("BertModel", small),
-        "vit": ("ViTModel", seen | {"image_size": 16, "patch_size": 4}),
         "t5": ("T5ForConditionalGeneration", t5 | {"decoder_start_token_id": 0}),
-        "whisper": ("WhisperModel", whisper),
     }[kind]
     cls: Any = getattr(t, name)
     config = cls.config_class(**options, pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -212,12 +204,8 @@ def made(kind: str) -> Models:
     eager.load_state_dict(fused.state_dict())
     ids = torch.randint(3, 50, (2, 7))
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": (ids > -1).long()}
-    if kind == "vit":
-        inputs = {"pixel_values": torch.randn(2, 3, 16, 16)}
-    if kind in ("t5", "whisper"):
+    if kind == "t5":
         inputs["decoder_input_ids"] = ids[:, :4]
-    if kind == "whisper":
-        inputs = {"input_features": torch.randn(2, 8, 40), "decoder_input_ids": ids[:, :4]}
     return fused, eager, inputs
 
 
@@ -240,7 +228,7 @@ def result(output: Any) -> Tensor:
     return found
 
 
-FAMILIES = ["gpt2", "llama", "mixtral", "bert", "vit", "t5", "whisper"]
+FAMILIES = ["gpt2", "llama", "bert", "t5"]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -260,7 +248,7 @@ def test_families_give_what_their_eager_attention_gives(kind: str) -> None:
         assert not torch.allclose(expected, result(fused(**inputs)), atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral", "t5"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "t5"])
 def test_a_head_is_left_out_in_generate(kind: str) -> None:
     fused, eager, inputs = made(kind)
     inputs = {k: v for k, v in inputs.items() if not k.startswith("decoder")}

@@ -1,7 +1,4 @@
-"""Captum's hooks and TensorBoard's tracing together with hookkit's hooks on one model."""
-
-from pathlib import Path
-from typing import Any
+"""Captum's hooks together with hookkit's hooks on one model."""
 
 import pytest
 import torch
@@ -38,9 +35,6 @@ def net() -> Net:
 @pytest.fixture
 def x() -> Tensor:
     return torch.linspace(-1, 1, 2 * 36).reshape(2, 1, 6, 6)
-
-
-# --- Captum
 
 
 def attributions(net: Net, x: Tensor) -> dict[str, Tensor]:
@@ -92,39 +86,3 @@ def test_our_captures_are_right_while_captum_sees_edits_swaps_and_features(
     x = x.clone().requires_grad_()
     hidden = net.hidden(net.act1(net.conv(x)).flatten(1))
     torch.testing.assert_close(saliency, torch.autograd.grad(hidden[:, 3].sum(), x)[0])
-
-
-# --- TensorBoard
-
-
-def graph(model: nn.Module, x: Tensor, folder: Path, **options: Any) -> list[tuple[str, str]]:
-    """The nodes (name, operation) that `add_graph` writes."""
-    board = pytest.importorskip("torch.utils.tensorboard")
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with board.SummaryWriter(str(folder)) as writer:
-        writer.add_graph(model, x, **options)
-    events = accumulator.EventAccumulator(str(folder)).Reload()
-    return [(node.name, node.op) for node in events.Graph().node]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_add_graph_works_while_we_capture_and_draws_edits_and_what_an_extractor_runs(
-    net: Net, x: Tensor, tmp_path: Path
-) -> None:
-    with hook_outputs(select(net)) as h:
-        captured = graph(net, x, tmp_path / "captured")
-        y = net(2 * x)
-    with edit_output(net.hidden, lambda m, i, o: torch.special.sinc(o)):
-        edited = graph(net, x, tmp_path / "edited")
-    part = graph(feature_extractor(net, "conv"), x, tmp_path / "part", use_strict_trace=False)
-    alone = graph(net, x, tmp_path / "alone")
-
-    torch.testing.assert_close(h["head"].stored, y.detach())
-    assert n_hooks(net) == 0
-    for word, drawn in (
-        ("aten::_conv", (True, True, True, True)),
-        ("sinc", (False, True, False, False)),
-        ("linear", (True, True, False, True)),
-    ):
-        graphs = (captured, edited, part, alone)
-        assert tuple(any(word in op for _, op in nodes) for nodes in graphs) == drawn, word

@@ -1,7 +1,5 @@
 """A model's tree: every place, module and tensor, read in one walk."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -30,13 +28,6 @@ def test_a_parametrized_module_holds_what_its_parametrization_holds() -> None:
     assert list(place.params) == [
         *("bias", "parametrizations.weight.original0", "parametrizations.weight.original1")
     ]
-
-
-def test_a_tied_parameter_has_the_first_of_its_names() -> None:
-    net: Any = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 5, bias=False))
-    net[1].weight = net[0].weight
-
-    assert [name for name, _ in Tree(net).params] == ["0.weight"]
 
 
 def test_views_share_their_storage() -> None:

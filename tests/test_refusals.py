@@ -30,7 +30,6 @@ from hookkit import (
     edit_input,
     edit_output,
     edit_outputs,
-    errors,
     feature_extractor,
     hook_all,
     hook_function,
@@ -59,9 +58,6 @@ from hookkit.errors import (
     ArgumentError,
     HookkitWarning,
     OptionError,
-    SelectionError,
-    missing_extra,
-    nearest,
 )
 from hookkit.fastai import (
     dummy_eval,
@@ -416,21 +412,6 @@ def test_shown_gives_the_kind_of_an_object_that_cannot_be_printed() -> None:
     assert shown(Mute()) == "a Mute"
     assert shown([1] * 100).endswith("…")
     assert kind_of(nn.ReLU) == "the class ReLU"
-
-
-def test_one_except_catches_every_error_and_one_filter_every_warning() -> None:
-    kinds = [
-        k for k in vars(errors).values() if inspect.isclass(k) and k.__module__ == errors.__name__
-    ]
-
-    assert all(issubclass(kind, (errors.HookkitError, HookkitWarning)) for kind in kinds)
-
-
-def test_errors_say_what_is_near_and_what_to_install() -> None:
-    assert nearest("encoder.layer.0", ["encoder.layers.0", "mask", "head"]) == ["encoder.layers.0"]
-    assert nearest("zzz", ["encoder", "head"]) == []
-    assert str(SelectionError('no "a"')) == 'no "a"'  # not quoted, as a KeyError's would be
-    assert 'pip install "hookkit[plot]"' in str(missing_extra("matplotlib", "plot", "draw"))
 
 
 # --- warnings

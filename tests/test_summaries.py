@@ -224,15 +224,6 @@ def test_one_sample_through_batchnorm_falls_back_to_evaluation_and_says_so() -> 
     assert "Run in evaluation mode: in training mode BatchNorm refuses" in str(s)
 
 
-def test_a_model_on_meta_is_summarised_without_memory() -> None:
-    with torch.device("meta"):
-        net = Net(2, 4096)
-    s = summary(net, ids())
-
-    assert s.n_params > 10**8
-    assert s["blocks.1.fc.0"].outputs == ("2×5×16384",)
-
-
 def test_a_model_on_meta_takes_inputs_from_the_cpu_or_meta() -> None:
     with torch.device("meta"):
         net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
@@ -525,7 +516,7 @@ def test_html_escapes_names() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2", "bert", "t5"])
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
 def test_hugging_face_models_from_config(kind: str) -> None:
     tf = pytest.importorskip("transformers")
     x = torch.zeros(2, 7, dtype=torch.long)
@@ -534,11 +525,6 @@ def test_hugging_face_models_from_config(kind: str) -> None:
         net = tf.GPT2LMHeadModel(tf.GPT2Config(n_layer=3, n_embd=32, n_head=2, **small))
         given = {"input_ids": x}
         macs = 14 * (3 * (12 * 32 * 32) + 32 * 90) + 3 * 2 * 2 * 7 * 7 * 32
-    elif kind == "bert":
-        config = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
-        net = tf.BertModel(tf.BertConfig(intermediate_size=64, **config, **small))
-        given = {"input_ids": x, "attention_mask": torch.ones_like(x)}
-        macs = 2 * (14 * (4 * 32 * 32 + 2 * 32 * 64) + 2 * 2 * 7 * 7 * 32) + 2 * 32 * 32
     else:
         config = {"num_layers": 2, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64}
         net = tf.T5ForConditionalGeneration(tf.T5Config(**config, vocab_size=90))
@@ -550,7 +536,7 @@ def test_hugging_face_models_from_config(kind: str) -> None:
 
     assert s.n_params == sum(p.numel() for p in net.parameters())
     assert (s.run, s.macs, s.uncounted) == ("real", macs, {})
-    assert any("tied" in note for r in s for note in r.notes) == (kind != "bert")
+    assert any("tied" in note for r in s for note in r.notes)
 
 
 def test_a_large_model_on_cuda_allocates_little_and_keeps_its_random_state(

@@ -187,21 +187,6 @@ class Counting(IterableDataset):
         yield from ((torch.ones(3), 0.0) for _ in range(4))
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("seeded", [True, False])
-def test_looking_at_a_batch_moves_no_random_state(shuffle: bool, seeded: bool) -> None:
-    generator = torch.Generator().manual_seed(3) if seeded else None
-    data = TensorDataset(torch.randn(8, 1), torch.randn(8, 1))
-    loader = DataLoader(data, 4, shuffle=shuffle, generator=generator)
-    learn = learner(mlp(), train=loader)
-    before = torch.get_rng_state(), generator.get_state() if generator else None
-
-    learner_summary(learn)
-
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert generator is None or torch.equal(before[1], generator.get_state())
-
-
 @pytest.mark.parametrize(
     "train",
     [
@@ -214,18 +199,6 @@ def test_looking_at_a_batch_moves_no_random_state(shuffle: bool, seeded: bool) -
 )
 def test_any_loader_will_do(train: Any) -> None:
     assert "Total params: 8\n" in learner_summary(learner(nn.Linear(3, 2), train=train))
-
-
-def test_several_inputs_are_passed_on() -> None:
-    batch = torch.ones(4, 2), torch.ones(4, 3), torch.ones(4)
-    learn = learner(nn.Bilinear(2, 3, 5), *batch)
-
-    assert learner_summary(learn).startswith("Bilinear (Input shape: ['4 x 2', '4 x 3'])\n")
-
-
-def test_empty_training_data_is_an_error() -> None:
-    with pytest.raises(ModelRunError, match="the training loader gave no batch"):
-        learner_summary(learner(mlp(), train=DataLoader(TensorDataset(torch.ones(0, 1)), 4)))
 
 
 def test_a_model_in_evaluation_is_seen_as_it_trains_and_stays_so() -> None:

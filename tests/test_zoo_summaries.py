@@ -22,13 +22,12 @@ EXTRA_MACS = {"spectral_norm": 3 * 6 * 8 + 6}
 # What has no formula is listed, not guessed.
 UNCOUNTED = {
     "complex": ["aten::_fft_r2c"],
-    "sparse_input": ["aten::_sparse_addmm"],
     "sparse_param": ["aten::_sparse_addmm"],
     "quantised_dynamic": ["quantized::linear_dynamic"],
 }
 PARAMS = {"built_on_first_call": (20, 20)}  # its second layer is none before its first call
 # An LSTM's kernel saves more on real tensors; sparse ones have no fake.
-SAVED_DIFFERS = ("lstm_tuple", "sparse_input")
+SAVED_DIFFERS = ("lstm_tuple",)
 
 
 @pytest.mark.parametrize("e", RUNS, ids=lambda e: e.name)

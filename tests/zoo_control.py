@@ -13,26 +13,6 @@ B = 2
 
 
 @module(
-    "data_dependent",
-    lambda: (torch.ones(B, 4),),
-    params=2 * 40 + 72,
-    macs=B * (32 + (B + 8) // 4 * 64),
-    calls={"pos": 1, "neg": 0, "step": 2},
-    note="ones: the positive branch, then (2 + 8) // 4 = 2 steps",
-)
-class DataDependent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pos, self.neg, self.step = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.pos(x) if x.sum() > 0 else self.neg(x)
-        for _ in range(int(x.shape[0] + x.sign().sum().item()) // 4):
-            h = self.step(h)
-        return h
-
-
-@module(
     "direct_forward",
     rand(B, 4),
     params=2 * 20 + 10,

@@ -57,32 +57,6 @@ if set(torch.backends.quantized.supported_engines) - {"none"}:
     )
 
 
-class SparseInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(16, 4))
-        self.fc = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(torch.sparse.mm(x, self.w))
-
-
-def sparse_rows() -> tuple[Tensor]:
-    where = torch.tensor([[0, 0, 1], [3, 7, 2]])
-    return (torch.sparse_coo_tensor(where, torch.ones(3), (B, 16), check_invariants=True),)
-
-
-add(
-    "sparse_input",
-    lambda: SparseInput().eval(),
-    sparse_rows,
-    params=64 + 10,
-    macs=None,
-    tags={"sparse"},
-    note="a sparse product costs by its non-zeros; torch's formula counts it dense",
-)
-
-
 @module(
     "sparse_param",
     rand(B, 8),

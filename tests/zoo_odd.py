@@ -184,25 +184,3 @@ add(
     macs=9 * B * 16,
     note="wide characters, an emoji, spaces, brackets and glob characters",
 )
-
-
-class Nest(nn.Module):
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.norm, self.fc1, self.act = nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU()
-        self.fc2, self.drop, self.out = nn.Linear(4, 4), nn.Dropout(0.0), nn.Identity()
-        self.inner = Nest(depth - 1) if depth else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self.fc2(self.act(self.fc1(self.norm(x)))))
-        return self.out(x) if self.inner is None else self.inner(x)
-
-
-add(
-    "deep_nesting",
-    lambda: Nest(19).eval(),
-    rand(B, 4),
-    params=20 * (8 + 20 + 20),
-    macs=20 * B * 32,
-    note="140 modules, 20 levels",
-)

@@ -92,21 +92,13 @@ def encoder(dropout: float = 0.0) -> nn.TransformerEncoder:
 
 
 add(
-    "encoder_eval",
-    lambda: encoder().eval(),
-    rand(B, T, 16),
-    params=2 * layer_params(16, 32),
-    macs=B * 2 * layer_macs(16, 32, T),
-    calls={"layers.0": 1, "layers.0.linear1": 1, "layers.0.self_attn.out_proj": 0},
-    note="module hooks switch the fused fast path off; calls are those without it",
-)
-add(
     "encoder_padded",
     lambda: encoder().eval(),
     rand(B, T, 16),
     kwargs=lambda: {"src_key_padding_mask": torch.tensor([[False] * 5, [False] * 3 + [True] * 2])},
     params=2 * layer_params(16, 32),
     macs=B * 2 * layer_macs(16, 32, T),
+    calls={"layers.0": 1, "layers.0.linear1": 1, "layers.0.self_attn.out_proj": 0},
     note="with the fast path on and no grad, nested tensors flow inside; counts are without it",
 )
 
