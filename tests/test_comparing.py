@@ -516,6 +516,7 @@ def test_gradients_behind_a_checkpoint_are_compared() -> None:
 
     assert different(comparison) == ["a"]
     assert [r.name for r in comparison if r.what == "grad"] == ["", "b", "a"]
+    assert not any(r.call for r in comparison)  # what it runs again is no second call
 
 
 def test_a_parameter_without_a_partner_is_a_difference() -> None:

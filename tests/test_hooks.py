@@ -87,9 +87,10 @@ def test_what_is_no_tensor_is_stored_as_it_is(value: Any, x: Tensor) -> None:
     assert h.n_calls == 1
 
 
-def test_a_snapshot_is_not_written_through_numpy_or_data(x: Tensor) -> None:
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_snapshot_is_not_written_through_numpy_or_data(grad: bool, x: Tensor) -> None:
     model = nn.Linear(5, 3).requires_grad_(False)
-    with hook_output(model) as h:
+    with hook_output(model) as h, torch.set_grad_enabled(grad):
         y = model(x)
     want = y.clone()
 
