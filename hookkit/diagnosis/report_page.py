@@ -1,7 +1,7 @@
 """`report(run, "run.html")`: one self-contained page of a run, the findings first.
 
-What was not recorded is named; a picture that cannot be drawn is replaced by the reason. No name of
-the machine or the user, and no path, is written into the page.
+The page names what was not recorded, and says why a picture could not be drawn: without matplotlib
+it has none. It shows no name of the machine or the user, and no path.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from hookkit.diagnosis import diagnose
 from hookkit.errors import HookkitError, OptionError
 from hookkit.files import atomic_write
 from hookkit.markup import STYLE, details, table, terms
-from hookkit.records import Record, Run, as_run, in_order
+from hookkit.records import Run, as_run, in_order
 from hookkit.version import __version__
 
 GENERATOR = '<meta name="generator" content="hookkit">'
 """By this line a report is recognised, so that no other file is overwritten."""
+
+_SHOWN = ("mean", "std", "rms", "near_zero", "nonfinite", "dead", "update_ratio", "grad_norm")
+"""Statistics in the table of layers."""
 
 # Where the page is narrow a picture keeps a size at which its text can be read, and scrolls.
 LAYOUT = """:root{color-scheme:light dark;--ink:#1d2229;--paper:#fff}
@@ -41,7 +44,7 @@ figure{margin:1rem 0;overflow-x:auto} img{width:100%;min-width:44rem}"""
 def report(
     run: Any, path: str | Path | None = None, *, summary: Any = None, title: str | None = None
 ) -> Path:
-    """Writes one HTML page of a run: findings, pictures, loss, layers, model, environment.
+    """Write one HTML page of a run: findings, pictures, loss, layers, model, environment.
 
     The page needs no network and no script. It is written whole or not at all; missing parent
     folders are made; an earlier report at `path` is replaced, any other file is not.
@@ -75,13 +78,16 @@ def report(
     record = in_order(as_run(run))
     found = diagnose(record)
     title = escape(title or f"Training of {record.info.get('model') or 'a model'}")
+    incidents = escape("\n\n".join(map(str, record.incidents)))
+    flight = f"<h3>Flight recorder</h3><pre>{incidents}</pre>" if incidents else ""
+    head = list(dict.fromkeys(key for row in record.valid for key in row))
+    cells = [[_cell(row.get(key)) for key in head] for row in record.valid]
+    losses = picture(methodcaller("plot_loss", record), "Loss by step")
+    drawn = picture(methodcaller("plot_run", record, findings=found), "Layers by steps")
     sections = {
-        "Findings": found._repr_html_() + _incidents(record),
-        "The whole run": picture(
-            methodcaller("plot_run", record, findings=found), "Layers by steps"
-        ),
-        "Loss and metrics": picture(methodcaller("plot_loss", record), "Loss by step")
-        + _epochs(record),
+        "Findings": found._repr_html_() + flight,
+        "The whole run": drawn,
+        "Loss and metrics": losses + (table("Each epoch", head, cells) if head else ""),
         "Layers": "".join(_layers(record)),
         "Model": _model(summary, run),
         "Environment": _environment(record),
@@ -98,9 +104,9 @@ def report(
 
 
 def picture(draw: Callable[[Any], Any], caption: str) -> str:
-    """What `draw(hookkit.plotting)` draws, as an image, or a line that says why there is none."""
+    """Return what `draw(hookkit.plotting)` draws, as an image, or a line with why there is none."""
     try:
-        from PIL import Image  # matplotlib needs it too
+        from PIL import Image  # matplotlib needs it, too
 
         from hookkit import plotting
 
@@ -115,19 +121,8 @@ def picture(draw: Callable[[Any], Any], caption: str) -> str:
     return f'<figure><img alt="{alt}" src="data:image/png;base64,{data}"></figure>'
 
 
-def _incidents(run: Run) -> str:
-    texts = "\n\n".join(map(str, run.incidents))
-    return f"<h3>Flight recorder</h3><pre>{escape(texts)}</pre>" if texts else ""
-
-
-def _epochs(run: Run) -> str:
-    head = list(dict.fromkeys(key for row in run.valid for key in row))
-    cells = [[_cell(row.get(key)) for key in head] for row in run.valid]
-    return table("Each epoch", head, cells) if head else ""
-
-
 def _layers(run: Run) -> Iterator[str]:
-    """Pictures and numbers of the layers, and what was not recorded."""
+    """Yield pictures and numbers of the layers, and what was not recorded."""
     for record in (run.activations, run.gradients):
         if record is None or not len(record):
             continue
@@ -145,21 +140,17 @@ def _layers(run: Run) -> Iterator[str]:
     yield picture(methodcaller("plot_depth", run), "RMS by depth")
     if run.params is not None and len(run.params):
         yield picture(methodcaller("plot_updates", run), "Update : weight of matrices")
-    yield from map(_layer_table, run.records)
+    for record in run.records:
+        keys = [key for key in _SHOWN if key in record.values]
+        rows = []
+        for i, name in enumerate(record.labels):
+            seen = [row[~np.isnan(row)][-1:] for row in (record.values[key][i] for key in keys)]
+            rows.append([name, *(_cell(last[0]) if len(last) else "–" for last in seen)])
+        what = f"{record.kind}s at the last step that each was seen".capitalize()
+        yield details(f"{what}: {len(rows)} rows", table(what, ["layer", *keys], rows))
     names = {"activations": "ActivationStats", "gradients": "GradientStats", "params": "ParamStats"}
     absent = [f"{k} ({recorder}())" for k, recorder in names.items() if getattr(run, k) is None]
     yield f"<p>Not recorded: {', '.join(absent)}.</p>" if absent else ""
-
-
-def _layer_table(record: Record) -> str:
-    """The statistics of every layer at the last step that it was seen, folded."""
-    wanted = ("mean", "std", "rms", "near_zero", "nonfinite", "dead", "update_ratio", "grad_norm")
-    keys = [key for key in wanted if key in record.values]
-    seen = [[row[~np.isnan(row)][-1:] for row in record.values[key]] for key in keys]
-    cells = [[_cell(last[0]) if len(last) else "–" for last in row] for row in seen]
-    rows = [[label, *own] for label, *own in zip(record.labels, *cells, strict=True)]
-    what = f"{record.kind}s at the last step that each was seen".capitalize()
-    return details(f"{what}: {len(rows)} rows", table(what, ["layer", *keys], rows))
 
 
 def _cell(value: Any) -> str:
@@ -169,7 +160,7 @@ def _cell(value: Any) -> str:
 
 
 def _model(summary: Any, run: Any) -> str:
-    """The summary as HTML or as text; without one that of `run`, where it can make one."""
+    """Return the summary, or the one that `run` can make, as HTML or as text."""
     make = getattr(run, "summary", None)
     if summary is None and callable(make):
         try:
@@ -183,11 +174,12 @@ def _model(summary: Any, run: Any) -> str:
 
 
 def _environment(run: Run) -> str:
-    known = {
+    facts = {
         "hookkit": __version__,
         "torch": torch.__version__,
         "Python": platform.python_version(),
     }
-    plain = {k: v for k, v in run.info.items() if isinstance(v, (str, bool, int, float))}
-    facts = known | {k.replace("_", " "): _cell(v) for k, v in plain.items() if k not in known}
+    for name, fact in run.info.items():
+        if isinstance(fact, (str, bool, int, float)) and name not in facts:
+            facts[name.replace("_", " ")] = _cell(fact)
     return terms((k, v) for k, v in facts.items() if not set(v) & set("/\\~@"))  # those hold paths
