@@ -17,7 +17,7 @@ mpl = pytest.importorskip("matplotlib")
 plt = pytest.importorskip("matplotlib.pyplot")
 plotting = pytest.importorskip("hookkit.plotting")
 figures = pytest.importorskip("hookkit.plotting.figures")
-rates = pytest.importorskip("hookkit.plotting.rates")
+lines = pytest.importorskip("hookkit.plotting.lines")
 spread = pytest.importorskip("hookkit.plotting.spread")
 Figure = pytest.importorskip("matplotlib.figure").Figure
 
@@ -415,7 +415,7 @@ def test_the_start_can_be_left_out_and_where_no_loss_is_known_the_picture_says_s
 
 def test_what_lr_find_found_is_drawn() -> None:
     lrs = np.logspace(-6, 0, 60)
-    found = rates.plot_lr_find(lrs, np.linspace(2, 1, 60), {"valley": 1e-3})
+    found = lines.plot_lr_find(lrs, np.linspace(2, 1, 60), {"valley": 1e-3})
 
     assert found.get_xscale() == "log"
     assert "valley: 0.001" in curves(found)

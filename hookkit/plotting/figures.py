@@ -42,11 +42,7 @@ _offscreen: ContextVar[bool] = ContextVar("_offscreen", default=False)
 
 @contextmanager
 def offscreen() -> Iterator[None]:
-    """Inside, new figures are not pyplot's: for pictures that go to a file, from any thread.
-
-    Returns:
-        A context manager.
-    """
+    """Make new figures outside of pyplot: for pictures that go to a file, from any thread."""
     token = _offscreen.set(True)
     try:
         yield
@@ -55,14 +51,11 @@ def offscreen() -> Iterator[None]:
 
 
 def png(picture: Any, dpi: int = 100) -> bytes:
-    """A Figure or Axes as the bytes of a PNG file; a figure of pyplot's is closed.
+    """Return a Figure or Axes as the bytes of a PNG file; close it if it is pyplot's.
 
     Args:
         picture: a Figure or an Axes.
         dpi: dots per inch.
-
-    Returns:
-        The bytes.
 
     Raises:
         ArgumentError: `picture` is neither.
@@ -81,15 +74,12 @@ def png(picture: Any, dpi: int = 100) -> bytes:
 
 
 def save(picture: Any, path: str | Path, dpi: int = 150) -> Path:
-    """Writes a picture into a PNG file; missing parent folders are made.
+    """Write a picture into a PNG file, make missing parent folders, and return its path.
 
     Args:
         picture: a Figure or an Axes.
         path: of the file, which ends in `.png`.
         dpi: dots per inch.
-
-    Returns:
-        The path.
 
     Raises:
         ArgumentError: `picture` is neither.
@@ -108,9 +98,9 @@ def save(picture: Any, path: str | Path, dpi: int = 150) -> Path:
 
 
 def new_figure(fig: Any, width: float, height: float) -> Any:
-    """`fig`, or a new figure: pyplot's, so that notebooks show it, unless `offscreen()`.
+    """Return `fig`, or a new figure: pyplot's, so that notebooks show it, unless `offscreen()`.
 
-    An empty Figure that nothing lays out is given a layout, or names would be cut off at its edge.
+    An empty Figure without a layout gets one, or names would be cut off at its edge.
     """
     if fig is None:
         make = Figure if _offscreen.get() else _pyplot().figure
@@ -123,22 +113,22 @@ def new_figure(fig: Any, width: float, height: float) -> Any:
 
 
 def new_axes(ax: Any, width: float = 10, height: float = 4) -> Any:
-    """`ax`, or the only Axes of a new figure."""
+    """Return `ax`, or the only Axes of a new figure."""
     return new_figure(None, width, height).subplots() if ax is None else ax
 
 
 def _pyplot() -> Any:
-    """matplotlib.pyplot, imported late: it chooses a backend."""
+    """Return matplotlib.pyplot, imported late: it chooses a backend."""
     import matplotlib.pyplot
 
     return matplotlib.pyplot
 
 
 def _leave_pyplot(figure: Any) -> None:
-    """IPython calls this before it shows `figure`: a notebook then shows it once.
+    """Take `figure` from pyplot before IPython shows it, so that a notebook shows it once.
 
-    Otherwise the inline backend shows every figure that pyplot has at the end of the cell, too.
-    NotImplementedError makes IPython go on and show it in the formats that the user has chosen.
+    The inline backend would show it again at the end of the cell. NotImplementedError makes IPython
+    go on and show it in the formats that the user has chosen.
     """
     if "inline" in _pyplot().get_backend():  # windows of other backends stay open
         _pyplot().close(figure)
@@ -149,7 +139,7 @@ def _leave_pyplot(figure: Any) -> None:
 
 
 def title(ax: Any, text: str) -> None:
-    """A small title at the left; no box and a faint grid."""
+    """Give `ax` a small title at the left, a faint grid, and no box."""
     ax.set_title(text, fontsize=10, loc="left")
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25, lw=0.6)
@@ -158,14 +148,14 @@ def title(ax: Any, text: str) -> None:
 
 
 def nothing(ax: Any, why: str = "nothing was recorded") -> Any:
-    """An Axes that says why it is empty."""
+    """Have `ax` say why it is empty; return it."""
     ax.text(0.5, 0.5, why, transform=ax.transAxes, ha="center", fontsize=9, color=FAINT)
     ax.set_axis_off()
     return ax
 
 
 def label(record: Record, row: int, width: int = 32) -> str:
-    """A layer's name and type on one line, of a long one the end, which is what differs.
+    """Return a layer's name and type on one line; of a long one the end, since ends differ.
 
     Dollar signs are escaped: matplotlib reads formulas between two.
     """
@@ -175,18 +165,18 @@ def label(record: Record, row: int, width: int = 32) -> str:
 
 
 def name_layers(axis: Any, record: Record, rows: Sequence[int], most: int, **style: Any) -> None:
-    """Ticks with the names of every n-th of `rows`, so that at most `most` are named."""
+    """Name every n-th of `rows` at a tick, so that at most `most` are named."""
     ticks = range(0, len(rows), -(-len(rows) // most) or 1)
     axis.set_ticks([*ticks], [label(record, rows[i]) for i in ticks], fontsize=7, **style)
 
 
 def colours(n: int) -> Any:
-    """`n` colours from the first layer (dark) to the last (light), all visible on white."""
+    """Return `n` colours from the first layer (dark) to the last, all visible on white."""
     return mpl.colormaps["viridis"](np.linspace(0.1, 0.9, n))
 
 
 def layer_key(ax: Any, record: Record, rows: Sequence[int]) -> None:
-    """Which line is which layer, beside `ax`: a legend for a few, a colour bar for many."""
+    """Show beside `ax` which line is which layer: a legend for a few, a colour bar for many."""
     if len(rows) <= FEW:
         ax.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
         return
@@ -197,13 +187,13 @@ def layer_key(ax: Any, record: Record, rows: Sequence[int]) -> None:
 
 
 def step_edges(steps: Ints) -> Floats:
-    """(n + 1,) edges of the cells of `steps`: each reaches to the next record."""
+    """Return (n + 1,) edges of the cells of `steps`: each reaches to the next record."""
     width = float(np.median(np.diff(steps))) if len(steps) > 1 else 1.0
     return np.append(steps.astype(np.float64), steps[-1] + width)
 
 
 def mark_steps(ax: Any, record: Record | None) -> None:
-    """Labels x as optimizer steps, and marks where epochs begin."""
+    """Label x as optimizer steps, and mark where epochs begin."""
     ax.set_xlabel("optimizer step", fontsize=9)
     ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     if record is None or not len(record):
@@ -215,7 +205,7 @@ def mark_steps(ax: Any, record: Record | None) -> None:
 
 
 def mark_broken(ax: Any, edges: Floats, broken: Any) -> None:
-    """A vermilion bar along the top over the cells between `edges` that are `broken`, (n,) bool."""
+    """Draw a vermilion bar on top over the cells between `edges` that are `broken`, (n,) bool."""
     if broken.any():
         style = {"step": "post", "transform": ax.get_xaxis_transform(), "color": ALARM, "lw": 0}
         ax.fill_between(edges, 0.96, 1, where=np.append(broken, broken[-1]), **style)
@@ -223,7 +213,7 @@ def mark_broken(ax: Any, edges: Floats, broken: Any) -> None:
 
 
 def fit_scale(ax: Any, values: Floats, ratio: float = 100) -> None:
-    """A log scale, or a signed one, where few of `values` are `ratio` times as large as most."""
+    """Set a log scale, or a signed one, if few of `values` are `ratio` times as large as most."""
     values = values[np.isfinite(values)]
     sizes = np.abs(values[values != 0])
     usual = np.percentile(sizes, 75) if len(sizes) else np.inf
@@ -237,25 +227,25 @@ def fit_scale(ax: Any, values: Floats, ratio: float = 100) -> None:
 
 
 def nonfinite(record: Record) -> Any:
-    """(n_layers, n) bool: where a NaN or an Inf was counted."""
+    """Return (n_layers, n) bool: where a NaN or an Inf was counted."""
     none = np.zeros((len(record.names), len(record)))
     return np.asarray(record.values.get("nonfinite", none)) > 0
 
 
 def log10(values: Floats) -> Floats:
-    """log10 without warnings: −inf for 0, NaN for NaN and for negatives."""
+    """Return log10 without warnings: −inf for 0, NaN for NaN and for negatives."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(np.log10(values), dtype=np.float64)
 
 
 def matrices(record: Record) -> list[int]:
-    """Rows of parameters of two dimensions or more, which a learning rate is judged by."""
+    """Return the rows of parameters of two dimensions or more, by which a rate is judged."""
     ndim = record.meta.get("ndim", [2] * len(record.names))
     return [i for i, n in enumerate(ndim) if n > 1]
 
 
 def columns_of(who: str, record: Record, steps: Sequence[int]) -> list[int]:
-    """Columns of the records nearest to `steps`, in order; an OptionError of `who` for others."""
+    """Return the columns nearest to `steps`, in order; raise an OptionError of `who` for others."""
     first, last = int(record.steps[0]), int(step_edges(record.steps)[-1]) - 1
     what = "an optimizer step that was recorded; the nearest record is taken"
     known = [check_number(who, "step", s, first, last, whole=True, what=what) for s in steps]

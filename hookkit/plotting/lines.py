@@ -1,4 +1,4 @@
-"""Pictures with a line for each layer, coloured by depth: over steps, and through the net."""
+"""Draw lines: one for each layer, over steps or through the net; the loss; what `lr_find` found."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hookkit.checks import check_number
 from hookkit.plotting import figures
-from hookkit.plotting.figures import KINDS, new_axes, new_figure
+from hookkit.plotting.figures import BLUE, FAINT, KINDS, ORANGE, new_axes, new_figure
 from hookkit.records import Floats, Record, as_record, as_run, by_module, in_order
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def plot_stats(record: Any, *, fig: Any = None) -> Figure:
-    """Means and standard deviations of all layers over steps, coloured by depth.
+    """Draw means and standard deviations of all layers over steps, coloured by depth.
 
     Args:
         record: a Run, a Record, a recorder, a Watcher or a Learner.
@@ -39,7 +40,7 @@ def plot_stats(record: Any, *, fig: Any = None) -> Figure:
 
 
 def plot_updates(record: Any, *, ax: Any = None) -> Axes:
-    """log10 of update:weight of every matrix over steps, with the −3 that is a healthy pace.
+    """Draw log10 of update:weight of every matrix over steps; a healthy pace is −3.
 
     Vectors (biases, norms) are not drawn: their updates say little about the learning rate. The
     line of a matrix that begins at 0 begins high, whatever the rate.
@@ -56,19 +57,18 @@ def plot_updates(record: Any, *, ax: Any = None) -> Axes:
     ratio = figures.log10(record.value("update_ratio"))
     head = "Update : weight of matrices; dashed: −3, a healthy pace"
     _lines(ax, record, ratio, head, figures.matrices(record), ylabel="log10 |Δw| / |w|")
-    ax.axhline(-3, color=figures.FAINT, ls="--")
+    ax.axhline(-3, color=FAINT, ls="--")
     return ax
 
 
 def plot_dead(record: Any, *, ax: Any = None) -> Axes:
-    """The share of each layer's units that are dead, in per cent.
+    """Draw the share of each layer's units that are dead, in per cent.
 
-    Units of ReLUs, and of layers that a ReLU alone reads, are dead if they never gave anything
-    above 0, others if they gave nothing but 0, throughout the last records: as many as the `window`
-    of `ActivationStats`, or half of that in the beginning. There is a point for each half window,
-    none for a shorter one (but at the end), nor for one that ends with NaN or Inf.
+    A unit of a ReLU, or of a layer that a ReLU alone reads, is dead if it was never above 0 in the
+    last `window` records of `ActivationStats` (at the beginning in half of that). There is one
+    point for each half window, unless it ends with NaN or Inf.
 
-    Where units were not recorded, the share of values near zero instead; the title says so.
+    If units were not recorded, the share of values near zero is drawn; the title says so.
 
     Args:
         record: a Run, a Record, a recorder, a Watcher or a Learner.
@@ -84,8 +84,8 @@ def plot_dead(record: Any, *, ax: Any = None) -> Axes:
         _lines(ax, record, 100 * record.value("near_zero"), head, ylabel="% of values")
     else:
         window = int(record.meta.get("window", 1))
-        # In records, of which a column may have several. Within a half window the shares fall, as
-        # it grows; so each is drawn where it ends.
+        # a column may merge several records; within a half window shares fall, as it grows: each
+        # is drawn where its half window ends
         halves = (np.cumsum(record.spans) - 1) // max(window // 2, 1)
         ends = np.append(np.diff(halves) > 0, True)
         dead = np.where(ends & ~figures.nonfinite(record), 100 * dead, np.nan)
@@ -96,7 +96,7 @@ def plot_dead(record: Any, *, ax: Any = None) -> Axes:
 
 
 def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Figure:
-    """Mean, standard deviation and share near zero of one layer over steps.
+    """Draw mean, standard deviation and share near zero of one layer over steps.
 
     As fastai's `ActivationStats.plot_layer_stats` (2.8), with true steps, and `|x|` for near zero.
 
@@ -124,7 +124,7 @@ def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Figur
 
 
 def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None) -> Figure:
-    """RMS through the depth of the net, forward (outputs) and backward (their gradients).
+    """Draw RMS through the depth of the net, forward (outputs) and backward (their gradients).
 
     A level line is healthy; a slope is a signal that vanishes or explodes. Beyond 30 layers, which
     may be unlike their neighbours, there are points only. A layer without a point did not run, gave
@@ -143,11 +143,15 @@ def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None)
     """
     run = in_order(as_run(run))
     panels = {"Forward": run.activations, "Backward": run.gradients}
-    there = {h: r for h, r in panels.items() if r is not None and len(r) and r.names}
-    columns = {h: _columns(r, steps) for h, r in there.items()}
+    columns: dict[str, list[int]] = {}  # before the figure: a refused step leaves no empty one
+    for head, record in panels.items():
+        if record and record.names:
+            first, last = int(record.steps[0]), int(record.steps[-1])
+            usual = [first, *(10**k for k in range(12) if first < 10**k < 0.7 * last), last]
+            columns[head] = figures.columns_of("plot_depth", record, steps or usual)
     fig = new_figure(fig, 10, 4.6)
     for ax, (head, record) in zip(fig.subplots(1, 2), panels.items(), strict=True):
-        if record is None or head not in there:
+        if record is None or head not in columns:
             figures.nothing(ax, f"{head}: nothing was recorded")
             continue
         figures.title(ax, f"{head}: RMS of {KINDS[record.kind]}")
@@ -166,11 +170,107 @@ def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None)
     return fig
 
 
-def _columns(record: Record, steps: Sequence[int] | None) -> list[int]:
-    """Columns to draw; without `steps` those of 0, 1, 10, 100, … and the last."""
-    first, last = int(record.steps[0]), int(record.steps[-1])
-    tens = [10**k for k in range(12) if first < 10**k < 0.7 * last]
-    return figures.columns_of("plot_depth", record, steps or [first, *tens, last])
+def plot_loss(
+    run: Any, skip_start: int = 0, with_valid: bool = True, *, ax: Any = None, fig: Any = None
+) -> Any:
+    """Draw training and validation loss over steps, and below it the global gradient norm.
+
+    Grey is each value, blue a running median over about a fortieth of the run: a spike does not
+    move it. A vermilion bar marks NaN and Inf. If the step of a validation is not known, epochs are
+    taken to be equally long.
+
+    Args:
+        run: a Run, a recorder or a driver.
+        skip_start: how many steps to leave out at the beginning.
+        with_valid: whether to draw the validation loss.
+        ax: draws the loss alone, here; the result is this Axes.
+        fig: an empty Figure or SubFigure.
+
+    Returns:
+        The Figure, or `ax`.
+
+    Raises:
+        OptionError: `skip_start` is negative, or leaves nothing of the losses.
+    """
+    run = as_run(run)
+    losses = np.zeros(0) if run.losses is None else np.asarray(run.losses, dtype=np.float64)
+    most, what = len(losses) - 1 if len(losses) else np.inf, "the number of steps to leave out"
+    check_number("plot_loss", "skip_start", skip_start, 0, most, whole=True, what=what)
+    valid, each = [], run.n_steps / max(len(run.valid), 1) or 1
+    for i, row in enumerate(run.valid if with_valid else ()):
+        if isinstance(value := row.get("valid_loss"), (int, float, np.number)):
+            valid.append((row.get("step", (i + 1) * each - 1), float(value)))
+    if ax is not None:
+        panels = [(ax, losses, "training loss")]
+    else:
+        norms = run.grad_norms
+        fig = new_figure(fig, 10, 3.6 if norms is None else 5)
+        heights = [2] if norms is None else [2, 1]
+        axes = fig.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        panels = [*zip(axes, (losses, norms), ("training loss", "gradient norm"), strict=False)]
+    for one, values, name in panels:
+        _one_line(one, values, name, skip_start, valid if name == "training loss" else [])
+        figures.mark_steps(one, run.records[0] if run.records else None)
+        one.xaxis.label.set_visible(one is panels[-1][0])
+    return fig if ax is None else ax
+
+
+def _one_line(
+    ax: Any, values: Floats, name: str, skip: int, valid: Sequence[tuple[float, float]]
+) -> None:
+    """Draw each value and, from 30 on, a running median; validation losses as points."""
+    figures.title(ax, name.capitalize())
+    at = np.flatnonzero(np.isfinite(values) & (np.arange(len(values)) >= skip))
+    points = np.array([p for p in valid if p[0] >= skip]).reshape(-1, 2)
+    if not len(at) and not len(points):
+        figures.nothing(ax, f"no finite {name}" if len(values) else f"no {name} recorded")
+        return
+    few = len(at) < 30
+    ax.plot(at, values[at], color=FAINT, lw=0.7, marker="." if few else "", label=name)
+    if not few:
+        half = min(len(at) // 80, 500) + 2
+        some = np.arange(0, len(at), -(-len(at) // 2000))  # more are not seen
+        reach = np.minimum(some, half)  # narrower at the start: the median must not lag there
+        pairs = zip(some, reach, strict=True)
+        middle = [np.median(values[at[i - k : i + k + 1]]) for i, k in pairs]
+        label = f"running median of {2 * half + 1} values"
+        ax.plot(at[some], middle, color=BLUE, lw=1.8, label=label)
+    if len(points):
+        ax.plot(*points.T, "o-", color=ORANGE, ms=4, lw=1, label="validation loss")
+    lost = points[~np.isfinite(points[:, 1]), 0]
+    if len(lost):
+        style = {"color": figures.ALARM, "transform": ax.get_xaxis_transform()}
+        ax.plot(lost, np.full(len(lost), 0.97), "x", label="validation: NaN or Inf", **style)
+    ratio = 100 if name == "training loss" else 5  # norms differ by factors
+    figures.fit_scale(ax, np.append(values[at], points[:, 1]), ratio)
+    # NaN alone says that a value is not known: a loss may be read every tenth step. If the end of
+    # a run is longer than any gap before, the values were NaN there.
+    gap = np.diff(at, prepend=skip - 1).max() if len(at) else 0
+    ended = np.arange(len(values)) > at[-1] if len(at) and len(values) - at[-1] > gap else False
+    figures.mark_broken(ax, np.arange(len(values) + 1.0), np.isinf(values) | ended)
+    ax.legend(fontsize=8, frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
+
+
+def plot_lr_find(
+    lrs: Floats, losses: Floats, suggested: dict[str, float], *, ax: Any = None
+) -> Axes:
+    """Draw the smoothed loss against the learning rate, and the suggestions by name; the Axes.
+
+    The last five batches, at which the loss is out of hand, are left out.
+    """
+    ax = new_axes(ax, 7, 4)
+    figures.title(ax, "Loss, smoothed, as the learning rate grows")
+    shown = slice(None, -5) if len(lrs) > 20 else slice(None)
+    ax.plot(lrs[shown], losses[shown], color=BLUE, lw=1.8)
+    for (name, lr), marker in zip(suggested.items(), "osv^", strict=False):
+        at = int(np.argmin(np.abs(lrs - lr)))
+        color = FAINT if name != "valley" else ORANGE
+        ax.plot(lrs[at], losses[at], marker, color=color, ms=7, label=f"{name}: {lr:.2g}")
+    ax.set_xscale("log")
+    figures.fit_scale(ax, losses[shown])
+    ax.set_xlabel("learning rate", fontsize=9)
+    ax.legend(fontsize=8, frameon=False)
+    return ax
 
 
 def _lines(
@@ -184,7 +284,7 @@ def _lines(
     ylabel: str = "",
     style: str | None = None,
 ) -> None:
-    """One line over steps for each of `rows` that has a finite value; lines pass over others.
+    """Draw a line over steps for each of `rows` that has a finite value; lines pass over others.
 
     Without a `style` the lines of a long run are smoothed: the noise of one would hide all others.
     """
@@ -201,7 +301,11 @@ def _lines(
     looks = {"lw": 1.4 if len(shown) <= 30 else 0.8, "ms": 4}
     for i, colour in zip(shown, figures.colours(len(shown)), strict=True):
         seen = np.isfinite(table[i])
-        values, name = _means(table[i][seen], width), figures.label(record, i)
+        values, name = table[i][seen], figures.label(record, i)
+        if width > 1:  # the mean of that many values around each, of fewer near both ends
+            kernel = np.ones(min(width, len(values)))
+            n = np.convolve(np.ones(len(values)), kernel, "same")
+            values = np.convolve(values, kernel, "same") / n
         ax.plot(record.steps[seen], values, style, color=colour, label=name, **looks)
     ax.set_ylabel(ylabel, fontsize=9)
     figures.mark_steps(ax, record)
@@ -210,10 +314,3 @@ def _lines(
     ax.set_xlim(edges[0], edges[-1])  # also where the first, or last, have no value
     if key:
         figures.layer_key(ax, record, shown)
-
-
-def _means(values: Floats, width: int) -> Floats:
-    """The mean of `width` values around each, of fewer near both ends."""
-    kernel = np.ones(min(width, len(values)))
-    n = np.convolve(np.ones(len(values)), kernel, "same")
-    return np.asarray(np.convolve(values, kernel, "same") / n)

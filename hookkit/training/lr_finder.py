@@ -50,7 +50,7 @@ class SuggestedLRs:
 
     def plot(self, *, ax: Any = None) -> Axes:
         """Draw the loss against the learning rate, and the suggestions; return the Axes."""
-        from hookkit.plotting.rates import plot_lr_find
+        from hookkit.plotting.lines import plot_lr_find
 
         suggested = {f.__name__: getattr(self, f.__name__) for f in SUGGESTIONS}
         return plot_lr_find(self.lrs, self.losses, suggested, ax=ax)
