@@ -1,4 +1,4 @@
-"""The whole run at a glance: layer × step heat-maps, with epochs and findings marked."""
+"""Draw the whole run at a glance: layer × step heat-maps, with epochs and findings marked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from hookkit.diagnosis import diagnose
 from hookkit.plotting import figures
 from hookkit.plotting.figures import ALARM, GREY, KINDS
-from hookkit.records import Floats, Record, as_run, in_order
+from hookkit.records import Record, as_run, in_order
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,19 +22,14 @@ MEANINGS = {GREY: "no value", "black": "all zero, or did not move", ALARM: "NaN 
 """What the colours mean that are not on the colour bars."""
 
 
-def plot_run(
-    run: Any,
-    *,
-    findings: Sequence[Any] | None = None,
-    fig: Any = None,
-) -> Figure:
-    """The whole run at a glance: layer × step heat-maps of activations, gradients and updates.
+def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None) -> Figure:
+    """Draw the whole run at a glance: layer × step heat-maps of activations, gradients and updates.
 
-    Colour is log10 RMS (of outputs and of their gradients), and log10 of update:weight of matrices,
+    Colour is log10 RMS of outputs and of their gradients, and log10 of update:weight of matrices,
     whose map is pale at the healthy −3, green below and purple above. Grey: the layer did not run,
     or no gradient reached it; black: all zero, or not moved; vermilion: NaN or Inf. In a long run a
-    cell shows the largest of several records, and the title says of how many. The least and the
-    largest 0.5 % of values share the colours at the ends. The first six findings are listed below;
+    cell shows the largest of several records; the title says how many. The least and the largest
+    0.5 % of values share the colours at the ends. The first six findings are listed below the maps;
     at the right, the number of each stands above dashes beside the layers that it names.
 
     Args:
@@ -47,10 +42,10 @@ def plot_run(
     """
     run = in_order(as_run(run))
     found = list(diagnose(run) if findings is None else findings)[:6]
-    rows = [
-        figures.matrices(r) if r.kind == "param" else [*range(len(r.names))] for r in run.records
-    ]
-    panels = [(r, own) for r, own in zip(run.records, rows, strict=True) if len(r) and own]
+    panels = []
+    for r in run.records:
+        own = figures.matrices(r) if r.kind == "param" else [*range(len(r.names))]
+        panels += [(r, own)] if r and own else []
     heights = [min(2.8, max(1.0, 0.16 * len(own) + 0.5)) for _, own in panels]
     fig = figures.new_figure(fig, 10, sum(heights) + 0.8 + 0.16 * len(found))
     if not panels:
@@ -60,7 +55,12 @@ def plot_run(
     special: set[str] = set()
     for ax, (record, own) in zip(axes, panels, strict=True):
         special |= _heat(ax, record, own)
-        _number(ax, [record.names[i] for i in own], found)
+        for number, finding in enumerate(found, 1):
+            rows = [y for y, i in enumerate(own) if record.names[i] in finding.layers]
+            if rows:
+                x, across = 1 + 0.012 * number, ax.get_yaxis_transform()
+                ax.plot([x] * len(rows), rows, "k_", ms=5, transform=across, clip_on=False)
+                ax.text(x, 1.02, f"{number}", fontsize=7, ha="center", transform=ax.transAxes)
         figures.mark_steps(ax, record)
         ax.xaxis.label.set_visible(ax is axes[-1])
     edge = {"ec": mpl.rcParams["text.color"], "lw": 0.5}  # black is seen on a dark ground, too
@@ -77,7 +77,12 @@ def _heat(ax: Any, record: Record, rows: list[int]) -> set[str]:
     """Draw one heat-map with its colour bar; return the special colours that it shows."""
     param = record.kind == "param"
     table = figures.log10(record.value("update_ratio" if param else "rms")[rows])
-    low, high = (-5.0, -1.0) if param else _limits(table)
+    low, high = -5.0, -1.0
+    if not param:
+        seen = table[np.isfinite(table)]
+        low, high = map(float, np.percentile(seen, (0.5, 99.5)) if len(seen) else (0, 1))
+        short = max(0.0, 1.0 - (high - low)) / 2  # of a colour bar that is one decade long
+        low, high = low - short, high + short
     cells = np.where(np.isneginf(table), low - 9, np.clip(table, low, high))
     cells[figures.nonfinite(record)[rows]] = high + 9
     every = -(-len(record) // 800)  # a wide figure has as many pixels
@@ -99,21 +104,3 @@ def _heat(ax: Any, record: Record, rows: list[int]) -> set[str]:
     figures.name_layers(ax.yaxis, record, rows, 22)
     there = {GREY: np.isnan(cells), "black": cells < low, ALARM: cells > high}
     return {colour for colour, where in there.items() if where.any()}
-
-
-def _limits(table: Floats) -> tuple[float, float]:
-    """Return the colour limits: the 0.5 and 99.5 percentiles, moved to be at least 1 apart."""
-    seen = table[np.isfinite(table)]
-    low, high = np.percentile(seen, (0.5, 99.5)) if len(seen) else (0.0, 1.0)
-    short = max(0.0, 1.0 - (high - low)) / 2
-    return float(low - short), float(high + short)
-
-
-def _number(ax: Any, names: list[str], findings: Sequence[Any]) -> None:
-    """Right of the panel a column for each finding: its number, and dashes beside its layers."""
-    for number, finding in enumerate(findings, 1):
-        rows = [i for i, name in enumerate(names) if name in finding.layers]
-        if rows:
-            x, across = 1 + 0.012 * number, ax.get_yaxis_transform()
-            ax.plot([x] * len(rows), rows, "k_", ms=5, transform=across, clip_on=False)
-            ax.text(x, 1.02, f"{number}", fontsize=7, ha="center", transform=ax.transAxes)

@@ -1,7 +1,7 @@
-"""How values are spread: the colorful dimension over steps, and the density at one step.
+"""Draw how values are spread: the colorful dimension over steps, and the density at one step.
 
-The axis of values is matplotlib's signed logarithmic one, linear within the smallest bins; where
-all bins are equally wide, it is linear.
+The axis of values is matplotlib's signed logarithmic one, linear within the smallest bins. If all
+bins are equally wide, it is linear.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST, ACROSS = 24, 4
-"""Layers in one grid, each with its name in full or nearly so; and how many side by side."""
+"""Layers in one grid, where nearly all names can be read in full; and how many side by side."""
 
 
 def color_dim(
     record: Any, layer: int | str | None = None, *, ax: Any = None, fig: Any = None
 ) -> Any:
-    """The colorful dimension: how the values of a layer are spread, step by step.
+    """Draw the colorful dimension: how the values of a layer are spread, step by step.
 
-    Each column is one record's histogram, or that of several neighbours, if there are more than fit
-    in the picture: the title says how many. Colour is the share of values in a bin, on a log scale.
-    Values beyond the bins are in the outermost one. Grey: nothing was counted; vermilion on top:
-    NaN or Inf.
+    Each column is the histogram of one record, or in a long run of several: the title says of how
+    many. Colour is the share of values in a bin, on a log scale. Values beyond the bins are in the
+    outermost one. Grey: nothing was counted; vermilion on top: NaN or Inf.
 
     Args:
         record: a Record with histograms, a Run, a recorder or a driver.
@@ -67,7 +66,7 @@ def color_dim(
 
 
 def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Axes:
-    """How the values of every layer are spread at one step, a line a layer.
+    """Draw how the values of every layer are spread at one step, a line a layer.
 
     Lines are densities: the share of values in a bin, divided by the bin's width on the axis, so
     that the area under each is 1. On the default bins' signed logarithmic axis a normal
@@ -122,7 +121,7 @@ def _check_hist(record: Record) -> Any:
 
 
 def _value_axis(record: Record) -> tuple[Floats, Floats, list[str]]:
-    """(n_bins + 1,) where the edges of bins lie, and the places and labels of round values.
+    """Return (n_bins + 1,) places of the edges of bins, and places and labels of round values.
 
     A bin without an end is as wide as a decade.
     """
@@ -146,14 +145,14 @@ def _value_axis(record: Record) -> tuple[Floats, Floats, list[str]]:
 
 
 def _used(counts: Any) -> tuple[int, int]:
-    """First and last bin that hold anything of `counts` (n_layers, n_bins, …), one to spare."""
+    """Return the first and the last bin of `counts` (n_layers, n_bins, …) in use, one to spare."""
     used = np.flatnonzero(counts.any(axis=(0, *range(2, counts.ndim))))
     low, high = (used[0], used[-1]) if len(used) else (0, counts.shape[1] - 1)
     return max(int(low) - 1, 0), min(int(high) + 1, counts.shape[1] - 1)
 
 
 def _tiles(ax: Any, record: Record, rows: list[int], head: str) -> Any:
-    """Every layer a tile, all on one Axes: 24 Axes would take seconds to lay out."""
+    """Draw every layer as a tile, all on one Axes: 24 Axes would take seconds to lay out."""
     if not rows or not len(record):
         return figures.nothing(ax)
     hist, (edges, ticks, names) = _check_hist(record)[rows], _value_axis(record)
@@ -177,23 +176,16 @@ def _tiles(ax: Any, record: Record, rows: list[int], head: str) -> Any:
     head += f"; {every} records a column" * (every > 1)
     head += "; NaN or Inf in vermilion" * bool(broken.any())
     figures.title(ax, head + "\n" * (len(rows) > 1))  # above the names of the first row
-    _tile_ticks(ax, record, len(rows), (ticks, names), (ys[0], ys[-1], down))
+    figures.mark_steps(ax, record if len(rows) == 1 else None)
+    if len(rows) > 1:
+        ax.set_xticks(record.steps[[0, -1]])  # of the first tile
+    shown, lines = (ticks >= ys[0]) & (ticks <= ys[-1]), range(-(-len(rows) // ACROSS))
+    places = [tick - line * down for line in lines for tick in ticks[shown]]
+    ax.set_yticks(places, [*np.array(names)[shown]] * len(lines), fontsize=8)
+    ax.set_ylabel(f"value of {KINDS[record.kind][:-1]}", fontsize=9)
+    ax.set_frame_on(False)
+    ax.grid(False)
     bar = ax.figure.colorbar(mesh, ax=ax, pad=0.01, aspect=25, fraction=0.03)
     bar.set_label("log10 of the share of values", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     return None
-
-
-def _tile_ticks(ax: Any, record: Record, n: int, ticks: Any, span: tuple[float, ...]) -> None:
-    """Values at the left of every row of tiles, whose `span` is given; steps below the first."""
-    (places, names), (low, high, down) = ticks, span
-    figures.mark_steps(ax, record if n == 1 else None)
-    if n > 1:
-        ax.set_xticks(record.steps[[0, -1]])
-    shown = (places >= low) & (places <= high)
-    lines = range(-(-n // ACROSS))
-    ys = [place - line * down for line in lines for place in places[shown]]
-    ax.set_yticks(ys, [*np.array(names)[shown]] * len(lines), fontsize=8)
-    ax.set_ylabel(f"value of {KINDS[record.kind][:-1]}", fontsize=9)
-    ax.set_frame_on(False)
-    ax.grid(False)
