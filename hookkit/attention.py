@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from hookkit.checks import check_choice, check_flag, check_module
-from hookkit.editing.edit import Calls, Function, edit_block
+from hookkit.editing.edit import Calls, Function, edit_options
 from hookkit.errors import HookError
 from hookkit.hooks.attention import AttentionHooks
-from hookkit.hooks.block import Block
 from hookkit.hooks.functions import FunctionHooks, Within
+from hookkit.hooks.options import HookOptions
 
 
 def hook_attention(
@@ -70,8 +70,8 @@ def hook_attention(
     check_choice(who, "keep", keep, ("last", "all", "none"))
     kind = "pre" if check_flag(who, "scores", scores) else "forward"
     each = "none" if keep == "none" else "last"
-    block = Block(who, kind, hook, detach, cpu, keep=each)
-    return AttentionHooks(within, block, numbered=keep == "all")
+    options = HookOptions(who, kind, hook, detach, cpu, keep=each)
+    return AttentionHooks(within, options, numbered=keep == "all")
 
 
 def edit_attention(
@@ -119,8 +119,7 @@ def edit_attention(
     """
     who = "edit_attention"
     kind = "pre" if check_flag(who, "scores", scores) else "forward"
-    block = edit_block(who, kind, edit, calls)
-    return AttentionHooks(within, block, numbered=False)
+    return AttentionHooks(within, edit_options(who, kind, edit, calls), numbered=False)
 
 
 def attention_weights(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -148,7 +147,7 @@ def attention_weights(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str
     {'0.self_attn': (1, 2, 5, 5)}
     """
     check_module("attention_weights", model)
-    hooks = AttentionHooks(model, Block("attention_weights"))
+    hooks = AttentionHooks(model, HookOptions("attention_weights"))
     hooks.quiet = True
     with torch.no_grad(), hooks:
         model(*inputs, **kwargs)

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from hookkit.checks import check_flag
 from hookkit.errors import NeverFiredWarning, warn
-from hookkit.hooks.attach import attach, check_hookable, in_thread, is_exporting
-from hookkit.hooks.block import StopForward
+from hookkit.hooks.attach import attach, check_hookable, in_thread
+from hookkit.hooks.calls import is_exporting
 from hookkit.hooks.eager import EAGER, enter_eager
-from hookkit.hooks.parts import part_at
-from hookkit.hooks.snapshot import snapshot
+from hookkit.hooks.options import StopForward
+from hookkit.hooks.values import part_at, snapshot
 from hookkit.modules import find
 from hookkit.nested import tmap
 from hookkit.selecting import Selector, select

@@ -18,7 +18,7 @@ from hookkit.checks import check_module, kind_of
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError, warn
 from hookkit.hooks.attach import attach, recomputing
 from hookkit.hooks.eager import layer_by_layer
-from hookkit.hooks.snapshot import snapshot
+from hookkit.hooks.values import snapshot
 from hookkit.modules import submodules, unwrap
 from hookkit.nested import Inputs, tmap
 from hookkit.selecting import select

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import hookkit.hooks.eager as eager
-from hookkit.editing import edit_grad, edit_input, edit_output, scale, zero
-from hookkit.hooks import hook_all, hook_input, hook_inputs, hook_output, hook_outputs
+from hookkit.editing import edit_grad, edit_input, edit_output, zero
+from hookkit.hooks import Hook, hook_all, hook_input, hook_inputs, hook_output, hook_outputs
 from hookkit.swapping import Catcher, swap
 
 pytestmark = [
@@ -148,18 +148,15 @@ def test_inputs_and_outputs_in_a_full_graph_before_the_first_call(
 def test_edits_in_a_full_graph_before_the_first_call(backend: str, net: Net, x: Tensor) -> None:
     def truth() -> tuple[Tensor, Tensor]:
         net.zero_grad()
-        h = (2 * net.a(x)).relu()
-        h.register_hook(lambda g: 5 * g)
-        y = net.b(0.5 * h)
+        y = net.b(0.5 * (2 * net.a(x)).relu())
         y.sum().backward()
         assert net.a.weight.grad is not None
         return y.detach(), net.a.weight.grad.clone()
 
     want = truth()
     edits = [
-        edit_output(net.a, scale(2)),
-        edit_input(net.b, lambda m, i: 0.5 * i[0]),
-        edit_grad(net.act, lambda m, g: 5 * g),
+        Hook(net.a, lambda m, i, o: 2 * o, edit=True),
+        Hook(net.b, lambda m, i: 0.5 * i[0], pre=True, edit=True),
     ]
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(net, backend=counter, fullgraph=True)

@@ -146,7 +146,7 @@ class Unmade(nn.Module):
         hook_inputs,
         lambda ms: hook_outputs(ms, grad=True),
         lambda ms: hook_outputs(ms, keep="all"),
-        lambda ms: edit_outputs(ms, zero()),
+        lambda ms: edit_outputs(ms, zero()).__enter__(),
     ],
 )
 def test_if_one_cannot_be_hooked_none_is(make: Any, net: nn.Sequential) -> None:

@@ -254,7 +254,7 @@ CAPTURES: list[Callable[[nn.Module], Any]] = [
     lambda m: Hook(m, lambda m, i, o: o),
     lambda m: Hook(m, lambda m, i, o: (i, o)),
     lambda m: Hook(m, lambda m, i: i, pre=True),
-    lambda m: edit_output(m, lambda o: None),
+    lambda m: Hook(m, lambda o: None, edit=True),
 ]
 
 
@@ -349,7 +349,7 @@ TRACED: dict[str, Callable[[nn.Module], Any]] = {
     "inputs": lambda net: hook_inputs(net),
     "gradients of inputs": lambda net: hook_inputs(net, grad=True),
     "shapes": lambda net: Hooks(net, lambda m, i, o: (i[0].shape, o.shape)),
-    "edit": lambda net: edit_output(net[0], lambda o: o * 2),
+    "edit": lambda net: Hook(net[0], lambda o: o * 2, edit=True),
 }
 
 

@@ -78,13 +78,12 @@ def test_a_module_that_is_gone_is_reported_and_cannot_be_hooked_again() -> None:
     edits = edit_output(nn.ReLU(), zero())
 
     assert "a module that is gone: the module is gone" in reported(hooks)
-    edits.remove()
     single.remove()
     for made in (hooks, single):
         with pytest.raises(HookError, match=r"the module of this hook is gone\. Make a new hook"):
             made.register()
     with pytest.raises(HookError, match=r"the module of this hook is gone\. Make a new hook"):
-        edits.register()
+        edits.__enter__()
     assert repr(single) == "Hook(a module that is gone, 0 calls, removed)"
 
 

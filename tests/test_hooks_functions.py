@@ -194,11 +194,13 @@ def test_hooks_that_were_never_entered_say_so_when_they_are_read(x: Tensor) -> N
     h.remove()
     F.relu(x)
 
-    for read in (lambda: h.stored, lambda: h.n_calls, lambda: len(h), lambda: h[0]):
+    for read in ("stored", "n_calls", "names"):
         with pytest.raises(HookError, match="has seen no call, as it was never entered"):
-            read()
+            getattr(h, read)
     assert repr(h) == "FunctionHooks(not entered yet)"
     assert h.removed
+    with pytest.warns(NeverFiredWarning, match="hook_function: it was never entered"):
+        del h
 
 
 @pytest.mark.parametrize("keep", ["all", "last"])

@@ -95,7 +95,7 @@ REGISTERED: dict[str, Callable[[nn.Module, list[Any]], Any]] = {
     "hook_output": lambda m, seen: hook_outputs([m], keep="all"),
     "hook_output, grad": lambda m, seen: hook_outputs([m], grad=True),
     "hook_input, grad": lambda m, seen: hook_inputs([m], grad=True),
-    "edit_output": lambda m, seen: edit_output(m, zero()),
+    "edit_output": lambda m, seen: edit_output(m, zero()).__enter__(),
     "attach": lambda m, seen: attach(m, lambda *args: seen.append(args)),
     "attach, pre": lambda m, seen: attach(m, lambda *args: seen.append(args), pre=True),
 }

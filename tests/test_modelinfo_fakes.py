@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.testing import assert_close
 
-from hookkit import edit_output
 from hookkit.errors import ModelRunError
+from hookkit.hooks import Hook
 from hookkit.modelinfo import tracing
 from hookkit.nested import leaves
 from hookkit.summaries import summary
@@ -174,7 +174,7 @@ def test_a_patched_forward_is_seen_and_loses_nothing(run: str) -> None:
     [
         lambda net, f: net[0].register_forward_hook(f),
         lambda net, f: net.register_forward_pre_hook(f),
-        lambda net, f: edit_output(net[0], f),
+        lambda net, f: Hook(net[0], f, edit=True),
         lambda net, f: register_module_forward_hook(f),
     ],
 )

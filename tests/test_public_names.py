@@ -25,10 +25,7 @@ def signature(f: Any) -> str:
 
 
 def members(kind: type) -> Iterator[str]:
-    # what users call is a promise also where a base in hooks/ has it, for `Hook` and `Hooks` alike
-    bases = [c for c in kind.__mro__ if c is kind or c.__module__ == "hookkit.hooks.block"]
-    found = {name: value for base in reversed(bases) for name, value in vars(base).items()}
-    for name, value in sorted(found.items()):
+    for name, value in sorted(vars(kind).items()):
         if name.startswith("_"):
             continue
         if isinstance(value, (classmethod, staticmethod)):

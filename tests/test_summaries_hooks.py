@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
-from hookkit.editing import edit_input, edit_output
 from hookkit.hooks import Hook
 from hookkit.summaries import summary
 
@@ -29,8 +28,6 @@ TRUTH = 9 * 8 * 8 + 9 * 16 * 16  # what FlopCounterMode counts, halved
 ADD: list[Callable[[nn.Module], Any]] = [
     lambda net: net[0].register_forward_hook(larger),
     lambda net: net[1].register_forward_pre_hook(lambda m, i: F.interpolate(i[0], scale_factor=2)),
-    lambda net: edit_output(net[0], larger),
-    lambda net: edit_input(net[1], lambda m, i: F.interpolate(i[0], scale_factor=2)),
     lambda net: Hook(net[0], larger, edit=True),
     lambda net: Hook(net[1], lambda m, i: F.interpolate(i[0], scale_factor=2), pre=True, edit=True),
 ]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from hookkit import checks
 from hookkit.batches import check_loader, no_batches, to_device
 from hookkit.errors import ArgumentError, HookError, ModelRunError, OptionError
-from hookkit.hooks.block import KINDS
 from hookkit.hooks.collection import Hooks
+from hookkit.hooks.options import KINDS
 from hookkit.modules import unwrap
 from hookkit.nested import Inputs, describe, named_leaves
 from hookkit.selecting import select

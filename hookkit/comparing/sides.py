@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from hookkit.errors import ArgumentError, HookError, OptionError, missing_extra
 from hookkit.hooks.attach import Switch, attach, recomputing
-from hookkit.hooks.snapshot import is_transformed, snapshot
+from hookkit.hooks.values import is_transformed, snapshot
 from hookkit.modelinfo.untouched import real_inputs, untouched
 from hookkit.modules import join, submodules
 from hookkit.nested import Inputs, Parts, describe, leaves, parts_in

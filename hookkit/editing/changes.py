@@ -258,7 +258,7 @@ def _for_each_sample(v: Tensor, x: Tensor) -> Tensor:
 def _stored(run: Hook | Hooks | Mapping[str, Any], module: nn.Module, hook: Any) -> Any:
     """What the other run had at this layer: the same module, else the same name in the model."""
     n = 0 if hook is None or (recomputing() and hook.n_calls == 1) else hook.n_calls
-    has_name = hook is not None and hook.name is not None and not hook.switch.positions
+    has_name = hook is not None and hook.name is not None and not hook.scope.names_are_positions
     names = (hook.name, f"{hook.name}:{n}") if has_name else ()  # `:n` of a function's call
     if isinstance(run, Mapping):
         labels = list(run)
@@ -267,7 +267,7 @@ def _stored(run: Hook | Hooks | Mapping[str, Any], module: nn.Module, hook: Any)
         hooks, leaf = [run] if isinstance(run, Hook) else list(run), getattr(hook, "leaf", "")
         labels = [h.label for h in hooks]
         same = [h for h in hooks if h.module is module or _is_same_call(h, module, n)]
-        same = same or [h for h in hooks if h.name in names and not h.switch.positions]
+        same = same or [h for h in hooks if h.name in names and not h.scope.names_are_positions]
         values = [_value(h, n) for h in same if h.leaf == leaf]
         values = values or [pick(_value(h, n), leaf) for h in same if not h.leaf]
     if not values:
@@ -292,7 +292,7 @@ def _is_same_call(h: Hook, module: nn.Module, n: int) -> bool:
 def _value(h: Hook, n: int) -> Any:
     """What `h` stored: of each call, the `n`-th; else the last."""
     value = h.stored
-    if h.switch.keep == "all":
+    if h.options.keep == "all":
         if n and recomputing():
             raise HookError(
                 "a checkpoint that runs a layer several times does not say which call this is, so "

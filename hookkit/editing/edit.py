@@ -1,4 +1,4 @@
-"""`Edit`: what a hook calls for a user's function, or a ready-made edit, and `edit_block`."""
+"""`Edit`: what a hook calls for a user's function, or a ready-made edit, and `edit_options`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from torch import nn
 from hookkit.checks import OfLast, check_function, is_whole, shown
 from hookkit.editing.changes import add, patch_from, replace, scale, zero
 from hookkit.errors import ArgumentError, HookError, OptionError
-from hookkit.hooks import recomputing
-from hookkit.hooks.attach import is_compiling, note
-from hookkit.hooks.block import KINDS, NOT_WANTED, Block
+from hookkit.hooks.attach import note
+from hookkit.hooks.calls import call_kind
+from hookkit.hooks.hook import NOT_WANTED
+from hookkit.hooks.options import KINDS, HookOptions
 
 Function = Callable[..., Any]
 Calls = int | Collection[int] | Callable[[int], bool] | None
 _MAKERS: tuple[Function, ...] = (add, patch_from, replace, scale, zero)
 
 
-def edit_block(who: str, kind: str, f: Any, calls: Calls = None) -> Block:
-    """The block of hooks that edit by `f`, or by a dict of edits by name, and store nothing."""
+def edit_options(who: str, kind: str, f: Any, calls: Calls = None) -> HookOptions:
+    """Return the options of hooks that edit by `f` (or a dict, by name) and store nothing."""
     if isinstance(f, Mapping):
         each = {name: Edit(who, edit, *KINDS[kind], calls=calls) for name, edit in f.items()}
-        return Block(who, kind, _ByLayer(each), edit=True, keep="none")
-    return Block(who, kind, Edit(who, f, *KINDS[kind], calls=calls), edit=True, keep="none")
+        return HookOptions(who, kind, _ByLayer(each), edit=True, keep="none")
+    return HookOptions(who, kind, Edit(who, f, *KINDS[kind], calls=calls), edit=True, keep="none")
 
 
 class Edit:
@@ -67,13 +68,14 @@ class Edit:
 
     def _edits(self, wanted: Callable[[int], bool], hook: Any) -> bool:
         """Whether this call of the module is a wanted one."""
-        if is_compiling() or (recomputing() and hook.n_calls > 1):
+        call = call_kind()
+        if call == "compiled" or (call == "recomputed" and hook.n_calls > 1):
             raise HookError(
                 f"{self.who} on {hook.label}: compiled code and checkpoints that run a layer "
                 "several times do not say which call this is, so `calls` cannot be followed. Use "
                 "the edit in a `with` block, without checkpoints."
             )
-        edits = wanted(0 if recomputing() else hook.n_calls)
+        edits = wanted(0 if call == "recomputed" else hook.n_calls)
         hook.why = "edited" if edits else hook.why or NOT_WANTED
         return edits
 

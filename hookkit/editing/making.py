@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from hookkit.editing.edit import Calls, Function, edit_block
+from hookkit.editing.edit import Calls, Function, edit_options
 from hookkit.errors import OptionError, nearest
 from hookkit.hooks import FunctionHooks, Hooks
-from hookkit.hooks.collection import Modules, Named, named_modules_of, some
+from hookkit.hooks.collection import Modules, Named, hooks_of, named_modules_of, require_modules
 from hookkit.hooks.functions import Within, function_kind
 from hookkit.selecting import select
 
@@ -29,14 +29,16 @@ def edit_output(
     *,
     calls: Calls = None,
 ) -> Hooks:
-    """Replaces what a module returns by what `f(module, input, output)` returns.
+    """Replace what a module returns by what `f(module, input, output)` returns, inside a `with`.
 
-    Registered at once, on all modules or none, and removed by `remove()` or at the end of its
-    `with` block, which warns of layers that were never reached. In the block compiled models run
-    eagerly. Activation checkpointing runs layers again in the backward pass: run that inside the
-    block too, or its gradients are those of the layers without the edit.
-    `Hook(module, f, edit=True)` edits in the same way, and stores the result; with `prepend=True`
-    before the hooks that the module has. `edit_outputs` is another name of this function.
+    The edit is on inside its `with` block alone, on all modules or none; the block's end warns of
+    layers that were never reached. In the block compiled models run eagerly. Activation
+    checkpointing runs layers again in the backward pass: run that inside the block too, or its
+    gradients are those of the layers without the edit.
+
+    `Hook(module, f, edit=True)` edits in the same way, from when it is made until `remove()`, and
+    stores the result; with `prepend=True` before the hooks that the module has. `edit_outputs` is
+    another name of this function.
 
     Args:
         modules: one module (a Sequential is one, with what it returns itself); or several: an
@@ -86,7 +88,7 @@ def edit_input(
     *,
     calls: Calls = None,
 ) -> Hooks:
-    """Replaces what a module is called with by what `f(module, input)` returns.
+    """Replace what a module is called with by what `f(module, input)` returns.
 
     `edit_inputs` is another name of it. Everything that is not said here is as in `edit_output`.
 
@@ -110,7 +112,7 @@ def edit_input(
 
 
 def edit_grad(modules: nn.Module | Modules, f: Function | Mapping[str, Function]) -> Hooks:
-    """Replaces the gradient of each tensor that a module returns by what `f(module, grad)` returns.
+    """Replace the gradient of each tensor that a module returns by what `f(module, grad)` returns.
 
     Backward goes on from there with the replacement. Forward and backward have to run inside the
     block. It sees the gradient after the edits and hooks that were written before it, and after
@@ -149,7 +151,7 @@ def edit_function(
     grad: bool = False,
     calls: Calls = None,
 ) -> FunctionHooks:
-    """Replaces what calls of the torch function `f` return, for the time of a `with`.
+    """Replace what calls of the torch function `f` return, for the time of a `with`.
 
     A head inside fused attention is ablated so: what `F.scaled_dot_product_attention` returns has
     the heads as a dimension, (batch, head, position, channel). In `generate` models with grouped
@@ -194,19 +196,22 @@ def edit_function(
             "edit_function: inputs=True edits what the function takes, grad=True the gradients of "
             "what it gives. Give one of the two, and nest two blocks for both."
         )
-    return FunctionHooks(f, within, edit_block("edit_function", kind, edit, calls), numbered=False)
+    return FunctionHooks(
+        f, within, edit_options("edit_function", kind, edit, calls), numbered=False
+    )
 
 
 def _edits(who: str, kind: str, modules: Any, f: Any, calls: Calls = None) -> Hooks:
-    """Registered hooks that edit and store nothing, one for each module (or part of its output)."""
+    """Return hooks that edit and store nothing, one for each module (or part of its output)."""
     if isinstance(f, Mapping):
         named, f = _by_layer(who, modules, f)
     elif isinstance(modules, nn.Module) and not _only_holds(modules):
         named = [(None, modules, "")]
     else:
-        named = some(named_modules_of(modules, who), who)
+        named = require_modules(named_modules_of(modules, who), who)
     once = {(id(m), leaf): (name, m, leaf) for name, m, leaf in named}
-    return Hooks.made_of(list(once.values()), edit_block(who, kind, f, calls), modules)
+    options = edit_options(who, kind, f, calls)
+    return hooks_of(list(once.values()), options, modules, only_in_with=True)
 
 
 def _only_holds(module: nn.Module) -> bool:
@@ -241,4 +246,4 @@ def _by_layer(
                 )
             by_name[name] = edit
             layers.append(named)
-    return some(layers, who), by_name
+    return require_modules(layers, who), by_name

@@ -1,26 +1,27 @@
-"""Hooks that store: `Hook` for one module, `Hooks` for many, and the functions that make them.
+"""Choose a module and see what it gives: `Hook` for one, `Hooks` for many, and how they are made.
 
-making        `hook_output(s)` and `hook_input(s)`.
-collection    `Hooks`: many hooks as one.
-hook          `Hook`: what PyTorch calls, what it stores, and how that is read.
-block         The options, the `with` block, and why a hook never fired.
-parts         The part of a value that is meant; what receives gradients.
+capture       `hook_output(s)` and `hook_input(s)`. Start here.
+hook          `Hook`: made, registered, called, stored, read, removed.
+collection    `Hooks`: many hooks as one; saved in a file.
+options       `HookOptions`, how hooks capture, and `HookScope`, how long they are on.
+calls         Which calls of a module count.
+values        A part of a value, a copy to store, a replacement.
 grads         Tensor hooks on what a module gives or takes.
-snapshot      A stored tensor: detached, copied, moved.
-eager         What would pass hooks by is off: compiled code, PyTorch's fused path.
-attach        A recorder's function on a module.
 functions     `hook_function`: hooks on the calls of torch functions.
+attention     Hooks on attention patterns, which fused attention never computes.
+attach        A recorder's function on a module.
+eager         Disables what skips hooks: compiled code, PyTorch's fused path.
 global_hooks  Hooks on one tensor, on every module, on a model to print sizes.
-saving        `Hooks.save`.
 """
 
-from hookkit.hooks.attach import attach, recomputing
-from hookkit.hooks.block import StopForward
+from hookkit.hooks.attach import attach
+from hookkit.hooks.calls import recomputing
+from hookkit.hooks.capture import hook_input, hook_inputs, hook_output, hook_outputs
 from hookkit.hooks.collection import Hooks
 from hookkit.hooks.functions import FunctionHooks, hook_function
 from hookkit.hooks.global_hooks import GlobalHook, TensorHook, hook_all, hook_tensor, print_sizes
 from hookkit.hooks.hook import Hook
-from hookkit.hooks.making import hook_input, hook_inputs, hook_output, hook_outputs
+from hookkit.hooks.options import StopForward
 from hookkit.nested import Inputs
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""`attach`: a function at each call of a module; what is registered is a `HookEntry`.
+"""`attach`: call a function at each call of a module, for recorders. Stores nothing.
 
     switch = Switch()                              # shared by all hooks of one recorder
     handle = attach(module, f, switch=switch)      # f(module, args, kwargs, output)
@@ -6,8 +6,8 @@
     handle.remove()                                # any number of times
 
 Hooks go on through PyTorch's public functions, so their order, `prepend` and `always_call` are
-PyTorch's. A module's hooks are copied and pickled with it; the copies of a `HookEntry` do nothing.
-Also here: which calls are repetitions (`recomputing`), and a note on errors of a user's function.
+PyTorch's. A module's hooks are copied and pickled with it; the copies of an `AttachedFunction` do
+nothing. `Hook` uses the checks of this file, and the note that names the hook on a user's error.
 """
 
 from __future__ import annotations
@@ -23,27 +23,10 @@ from torch.utils.hooks import RemovableHandle
 
 from hookkit.checks import check_module
 from hookkit.errors import ArgumentError, HookError
+from hookkit.hooks.calls import graph_task as graph_task, recomputing as recomputing
 from hookkit.modules import can_run
 
 is_compiling = torch.compiler.is_compiling
-# Private: `torch._C._current_graph_task_id`, the number of the backward pass that this thread is
-# running, -1 outside of any (since 2.0). Without it a checkpoint that runs a forward again would be
-# counted as a second call.
-graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-
-
-def recomputing() -> bool:
-    """True while activation checkpointing runs a forward a second time, for its backward.
-
-    Also true in any forward run from inside a backward hook. False while compiling, where a
-    checkpoint is traced once.
-
-    >>> recomputing()
-    False
-    """
-    return not is_compiling() and graph_task() != -1
-
-
 # Private: `torch._C._is_tracing`, whether torch.jit.trace records this forward (since 1.0).
 # `torch.jit.is_tracing` takes three calls of Python, in each forward; it is the fallback.
 is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit._trace.is_tracing)
@@ -63,70 +46,69 @@ else:
 
 
 def in_thread(thread: int | None) -> bool:
-    """Whether this call is made by `thread`, or in a backward pass; None is every thread."""
+    """Return True if this call is made by `thread`, or in a backward pass; None is every thread."""
     return thread is None or thread == get_ident() or (not is_compiling() and graph_task() != -1)
 
 
 class Switch:
-    """Whether the hooks that share it call their functions. All that a compiled graph guards on."""
+    """Holds whether the hooks that share it are on. A compiled graph guards on this alone."""
 
     def __init__(self, on: bool = True) -> None:
         self.on = on
 
 
-_ALWAYS = Switch()
-
-
-class HookEntry:
-    """What hookkit registers on a module. Copies and pickles of it do nothing.
+class AttachedFunction:
+    """Registered on a module by `attach`: calls `fn` while `switch` is on. Copies do nothing.
 
     Attributes:
-        callback: called with what PyTorch passes; None makes the entry do nothing.
-        switch: the callback is called only while it is on.
-        edit: what the callback returns replaces the output (or the inputs). Else it is ignored.
+        fn: called with the module and what PyTorch passes; None in a copy or a pickle.
+        edit: what `fn` returns replaces the output (or the inputs). Otherwise it is ignored.
         observes: the model computes the same without it.
         n_seen: how many arguments PyTorch passes after the module.
     """
 
-    __slots__ = ("callback", "edit", "n_seen", "observes", "switch")
+    __slots__ = ("edit", "fn", "n_seen", "observes", "switch")
 
     def __init__(
         self,
-        callback: Callable[..., Any] | None = None,
+        fn: Callable[..., Any] | None = None,
         switch: Switch | None = None,
         edit: bool = False,
-        observes: bool = False,
+        observes: bool = True,
         n_seen: int = 3,
     ) -> None:
-        self.callback, self.switch, self.edit = callback, switch or _ALWAYS, edit
-        self.observes, self.n_seen = observes or not edit, n_seen
+        self.fn, self.switch, self.edit = fn, switch or _ALWAYS, edit
+        self.observes, self.n_seen = observes, n_seen
 
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
-        """Passes the call on."""
+        """Call `fn`, and return its result if it is to replace something."""
         # PyTorch calls a hook that was removed during this same call once more
-        callback = self.callback
-        if callback is None or not self.switch.on:
+        fn = self.fn
+        if fn is None or not self.switch.on:
             return None
         # PyTorch notes in a second step that a hook takes keyword inputs, so a call in another
         # thread can come without them while the hook is being registered or removed.
         if len(seen) != self.n_seen:
             return None
         try:
-            new = callback(module, *seen)
+            new = fn(module, *seen)
         except Exception as e:
-            note(e, callback, brief(module))
+            note(e, fn, brief(module))
             raise
         return new if self.edit else None
 
     def __reduce__(self) -> Any:
-        return HookEntry, ()
+        return AttachedFunction, ()
+
+
+_ALWAYS = Switch()
 
 
 def never_compiled_alone(code: CodeType) -> None:
-    """Within its module's graph a hook is traced; where that has a break, hooks run eagerly.
+    """Stop Dynamo from compiling `code` as a graph of its own after a graph break.
 
-    Else the compiler makes a graph of each of them. What those write to in their backward passes,
-    as gradients' statistics, they share, and autograd ends such a training with an error.
+    Within its module's graph a hook is still traced. Graphs of single hooks would share the buffers
+    that they write in their backward passes (statistics of gradients), and autograd raises.
     """
     # Private: `set_code_exec_strategy`, by which PyTorch's own wrappers are left out (2.11 has it;
     # it changes nothing for code that is traced within another's graph). Without it hooks are
@@ -137,37 +119,7 @@ def never_compiled_alone(code: CodeType) -> None:
         frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
-never_compiled_alone(HookEntry.__call__.__code__)
-
-
-def remove_all(handles: Sequence[RemovableHandle]) -> None:
-    """Removes what `handles` are of; twice, if a Ctrl-C came in between."""
-    try:
-        for handle in handles:
-            handle.remove()
-    except BaseException:
-        for handle in handles:
-            handle.remove()
-        raise
-
-
-_SINGLE = ("hook_output", "hook_input")
-
-
-def check_hookable(module: Any, who: str) -> None:
-    """Raises unless `module` is an nn.Module that runs its Python hooks: not scripted or traced."""
-    if not isinstance(module, nn.Module):
-        hint = ""
-        if who in _SINGLE and isinstance(module, str):
-            hint = f'By name: {who}s(select(model, "{module:.60}")).'
-        elif who in _SINGLE and isinstance(module, Mapping | list | tuple):
-            hint = f"{who}s takes several."
-        check_module(who, module, hint)
-    if isinstance(module, torch.jit.ScriptModule) and not can_run(module):
-        raise HookError(
-            f"{who}: {getattr(module, 'original_name', type(module).__name__)} is scripted or "
-            "traced, and TorchScript runs no Python hooks. Hook the model it was made from."
-        )
+never_compiled_alone(AttachedFunction.__call__.__code__)
 
 
 def attach(
@@ -182,12 +134,12 @@ def attach(
     observes: bool = False,
     switch: Switch | None = None,
 ) -> RemovableHandle:
-    """Calls `fn(module, args, kwargs, output)` at each forward of `module`; PyTorch's handle.
+    """Call `fn(module, args, kwargs, output)` at each forward of `module`; return PyTorch's handle.
 
-    The bare mechanism for recorders: nothing is stored, detached, counted or left out. The module
-    holds `fn` strongly, the handle holds the module weakly; deepcopies and pickles of the module do
-    not call `fn`. Traced by `torch.compile(fullgraph=True)` if `fn` is, when attached before the
-    first call.
+    This is the bare mechanism for recorders: nothing is stored, detached, counted or left out. The
+    module holds `fn` strongly, the handle holds the module weakly; deepcopies and pickles of the
+    module do not call `fn`. `torch.compile(fullgraph=True)` traces the hook if it can trace `fn`,
+    when it is attached before the first call.
 
     Args:
         module: any module that is not scripted.
@@ -217,7 +169,7 @@ def attach(
             f"attach: fn must be a function, found {type(fn).__name__}. "
             "Pass f(module, args, kwargs, output), or use hook_output(module) to store the output."
         )
-    entry = HookEntry(fn, switch, edit, observes, 2 if pre or backward else 3)
+    entry = AttachedFunction(fn, switch, edit, observes or not edit, 2 if pre or backward else 3)
     if backward:
         return module.register_full_backward_hook(entry, prepend=prepend)
     if pre:
@@ -227,8 +179,38 @@ def attach(
     )
 
 
+def remove_all(handles: Sequence[RemovableHandle]) -> None:
+    """Remove the hooks of all `handles`, also if a Ctrl-C arrives meanwhile."""
+    try:
+        for handle in handles:
+            handle.remove()
+    except BaseException:
+        for handle in handles:
+            handle.remove()
+        raise
+
+
+_SINGLE = ("hook_output", "hook_input")
+
+
+def check_hookable(module: Any, who: str) -> None:
+    """Raise unless `module` is an nn.Module that runs its Python hooks: not scripted or traced."""
+    if not isinstance(module, nn.Module):
+        hint = ""
+        if who in _SINGLE and isinstance(module, str):
+            hint = f'By name: {who}s(select(model, "{module:.60}")).'
+        elif who in _SINGLE and isinstance(module, Mapping | list | tuple):
+            hint = f"{who}s takes several."
+        check_module(who, module, hint)
+    if isinstance(module, torch.jit.ScriptModule) and not can_run(module):
+        raise HookError(
+            f"{who}: {getattr(module, 'original_name', type(module).__name__)} is scripted or "
+            "traced, and TorchScript runs no Python hooks. Hook the model it was made from."
+        )
+
+
 def called(fn: Callable[..., Any], module: nn.Module, *seen: Any) -> Any:
-    """`fn(module, *seen)`; an exception of the user's function gains a note with the module."""
+    """Return `fn(module, *seen)`; if it raises, add a note with the module to the error."""
     try:
         return fn(module, *seen)
     except Exception as e:
@@ -237,7 +219,7 @@ def called(fn: Callable[..., Any], module: nn.Module, *seen: Any) -> Any:
 
 
 def note(e: Exception, fn: Callable[..., Any], label: str) -> None:
-    """Notes on `e` which hook raised it, at which module, unless the hook is hookkit's own."""
+    """Note on `e` which hook raised it, on which module, unless the hook is hookkit's own."""
     while type(fn).__module__.startswith("hookkit.") and hasattr(fn, "f"):
         fn = fn.f  # the user's own function inside
     if is_compiling() or str(getattr(fn, "__module__", "")).startswith("hookkit."):
@@ -249,8 +231,12 @@ def note(e: Exception, fn: Callable[..., Any], label: str) -> None:
 
 
 def brief(module: nn.Module) -> str:
-    """A module in a few words: `Linear(in_features=5, out_features=10, bias=True)`, `Block`."""
-    if isinstance(module, torch.jit.ScriptModule) or module._modules:
+    """Return a module in a few words: `Linear(in_features=5, out_features=10, bias=True)`, `Block`.
+
+    >>> brief(nn.ReLU()), brief(nn.Sequential(nn.ReLU()))
+    ('ReLU()', 'Sequential')
+    """
+    if isinstance(module, torch.jit.ScriptModule) or next(module.children(), None) is not None:
         return type(module).__name__
     text = repr(module).split("\n")[0]
     return text if len(text) <= 60 else type(module).__name__

@@ -20,8 +20,8 @@ from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hookkit.errors import HookError
-from hookkit.hooks.block import Block
-from hookkit.hooks.functions import FunctionHooks, passed_on, plain_name, running_modules
+from hookkit.hooks.functions import FunctionHooks, call_outer, plain_name, running_modules
+from hookkit.hooks.options import HookOptions
 from hookkit.nested import tmap
 
 _thread = local()  # .seen: the pattern of the fused call that runs now was shown to all blocks
@@ -30,22 +30,22 @@ _thread = local()  # .seen: the pattern of the fused call that runs now was show
 class AttentionHooks(FunctionHooks):
     """Hooks on a function that no model calls: from the scores of an attention to its pattern."""
 
-    def __init__(self, within: Any, block: Block, numbered: bool = True) -> None:
-        super().__init__(softmax, within, block, numbered)
+    def __init__(self, within: Any, options: HookOptions, numbered: bool = True) -> None:
+        super().__init__(softmax, within, options, numbered)
         self.wanted = {"attention"}
-        self.leaf = "[0]" if block.kind == "pre" else ""
+        self.leaf = "[0]" if options.kind == "pre" else ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by PyTorch in the place of `func`; the mode is off meanwhile."""
         kwargs, name = kwargs or {}, plain_name(func)
-        if not self.switch.on:
-            return passed_on(func, args, kwargs)
+        if not self.scope.on:
+            return call_outer(func, args, kwargs)
         if name == "attention" and getattr(func, "__module__", "") == __name__:
             self._check_axes(args[0].shape)
-            return self._hooked(func, name, args, kwargs)
+            return self._run_hooked(func, name, args, kwargs)
         if func is _needs_graph:
-            wanted = self.switch.edit or not self.switch.detach
-            return (wanted and self._where() is not None) or passed_on(func, args, kwargs)
+            wanted = self.options.edit or not self.options.detach
+            return (wanted and self._caller() is not None) or call_outer(func, args, kwargs)
         if func is scaled_dot_product_attention and not getattr(_thread, "seen", False):
             return self._fused(func, args, kwargs)
         if name == "softmax" and (found := _written_out(*args, **kwargs)):
@@ -55,14 +55,14 @@ class AttentionHooks(FunctionHooks):
                 self._check_axes(shape)
                 if _has_sink():
                     return self._with_sink(func, scores, options)
-                pattern = self._hooked(func, "attention", (scores.reshape(shape),), options)
+                pattern = self._run_hooked(func, "attention", (scores.reshape(shape),), options)
                 return self._fitting(pattern, shape).reshape(scores.shape)
         return super().__torch_function__(func, types, args, kwargs)
 
     def _fused(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What fused attention gives; with an edited pattern, what follows from that."""
-        if self._where() is None:
-            return passed_on(func, args, kwargs)
+        if self._caller() is None:
+            return call_outer(func, args, kwargs)
         given = _SDPA.bind(*args, **kwargs).arguments
         dtype, made = given["value"].dtype, list[Tensor]()
 
@@ -75,18 +75,18 @@ class AttentionHooks(FunctionHooks):
             made[:] = scores, scores.softmax(-1).masked_fill(nowhere, 0).to(dtype)
             return made[1]
 
-        with self._pushed():
+        with self._seeing_inside():
             needs_graph = _needs_graph(given["query"])
         if not needs_graph:  # a checkpoint repeats edits alone, and must find as much saved again
             given = tmap(lambda x: x.detach() if x.requires_grad else x, given)
         scores = attention_scores(**given)
         seen = scores.reshape(_shape(scores))
-        with self._pushed():
+        with self._seeing_inside():
             pattern = attention(seen)
         if pattern is made[1] and seen is made[0]:
             _thread.seen = True
             try:
-                return passed_on(func, args, kwargs)
+                return call_outer(func, args, kwargs)
             finally:
                 _thread.seen = False
         value, rate = given["value"], given.get("dropout_p", 0.0)
@@ -105,7 +105,7 @@ class AttentionHooks(FunctionHooks):
             made.append(made[0][..., :-1])
             return made[1]
 
-        pattern = self._hooked(attention, "attention", (keys,), options)
+        pattern = self._run_hooked(attention, "attention", (keys,), options)
         if pattern is made[1]:
             return made[0]
         return torch.cat([self._fitting(pattern, tuple(keys.shape)), made[0][..., -1:]], -1)
@@ -115,10 +115,10 @@ class AttentionHooks(FunctionHooks):
         heads = _n_heads(next(running_modules(), None))
         if len(shape) == 4 and not shape[1] != heads == shape[2]:  # Longformer's are in the third
             return
-        if not self.switch.edit or (where := self._where()) is None:
+        if not self.options.edit or (where := self._caller()) is None:
             return
         raise HookError(
-            f"{self.switch.who} on {where[0] or 'the model'}: its attention pattern is "
+            f"{self.options.who} on {where[0] or 'the model'}: its attention pattern is "
             f"{'×'.join(map(str, shape))}, which is not (batch, heads, queries, keys). Leave this "
             "layer out of within=; edit_function(F.softmax, …) or edit_output may do instead."
         )
@@ -127,9 +127,9 @@ class AttentionHooks(FunctionHooks):
         """`pattern`, if an edit has left it its shape."""
         if pattern.shape == shape:
             return pattern
-        where, _ = self._where() or ("the model", None)
+        where, _ = self._caller() or ("the model", None)
         raise HookError(
-            f"{self.switch.who} on {where or 'the model'}: the edited attention pattern has the "
+            f"{self.options.who} on {where or 'the model'}: the edited attention pattern has the "
             f"shape {tuple(pattern.shape)}, and the layer's is {tuple(shape)}, (batch, heads, "
             "queries, keys). Give one of the same shape."
         )
@@ -137,7 +137,7 @@ class AttentionHooks(FunctionHooks):
     def never_called(self) -> str:
         """In words: that no attention was seen."""
         return (
-            f"{self.switch.who}: no attention was seen. Run the model inside the block, in this "
+            f"{self.options.who}: no attention was seen. Run the model inside the block, in this "
             "thread, and give it or its attention layers. Seen are F.scaled_dot_product_attention, "
             "nn.MultiheadAttention, and a softmax over the last of four dimensions; "
             "hook_function(F.softmax, within=model) stores any other."

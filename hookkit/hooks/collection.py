@@ -1,4 +1,4 @@
-"""`Hooks`: many hooks as one, registered all or none.
+"""`Hooks`: many hooks as one, registered all or none, and saved in one file.
 
 They are registered when they are made and removed by `remove()` or at the end of a `with` block,
 whatever happens in it; entering them again registers them again.
@@ -6,21 +6,35 @@ whatever happens in it; entering them again registers them again.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
+import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
 from hookkit import ranks
-from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
+from hookkit.checks import check_path
+from hookkit.errors import (
+    ArgumentError,
+    HookError,
+    OptionError,
+    SelectionError,
+    missing_extra,
+    nearest,
+)
+from hookkit.files import atomic_write
 from hookkit.hooks.attach import check_hookable
-from hookkit.hooks.block import Block, Registered, reasons
-from hookkit.hooks.hook import Hook, Values, kind_of
-from hookkit.hooks.saving import save
+from hookkit.hooks.hook import Hook
+from hookkit.hooks.options import HookOptions, HookScope, kind_of, silent_reasons
+from hookkit.hooks.values import Values
 from hookkit.modules import submodules, unwrap
+from hookkit.nested import describe, parts_in
 
 T = TypeVar("T")
 Modules = Iterable[nn.Module] | Mapping[str, nn.Module]
@@ -28,7 +42,7 @@ Named = tuple[str | None, nn.Module, str]
 """A module's name, the module, and the path of the part of its output that is meant."""
 
 
-class Hooks(Registered):
+class Hooks:
     """Many hooks as one, each a `Hook`; registered all or none, entered and removed together.
 
     `len`, `in`, iteration, `h[0]`, `h[1:3]`, and by name (`h["fc"]`) where names are known. A
@@ -54,9 +68,6 @@ class Hooks(Registered):
     [(4, 10), (4, 10), (4, 3)]
     """
 
-    hooks: list[Hook]
-    switch: Block
-
     def __init__(
         self,
         ms: Modules,
@@ -73,7 +84,7 @@ class Hooks(Registered):
         stop: bool = False,
         prepend: bool = False,
     ) -> None:
-        block = Block(
+        options = HookOptions(
             "Hooks",
             kind_of("Hooks", is_forward, pre),
             hook_func,
@@ -86,34 +97,60 @@ class Hooks(Registered):
             stop=stop,
             prepend=prepend,
         )
-        self._set(named_modules_of(ms, "Hooks"), block, ms)
+        self._init(named_modules_of(ms, "Hooks"), options, ms)
 
-    @classmethod
-    def made(cls, ms: Modules, block: Block) -> Hooks:
-        """Registered hooks of `block` on `ms`."""
-        return cls.made_of(some(named_modules_of(ms, block.who), block.who), block, ms)
-
-    @classmethod
-    def made_of(cls, named: list[Named], block: Block, ms: Any = None) -> Hooks:
-        """The same, of named modules that were found in `ms`."""
-        hooks = cls.__new__(cls)
-        hooks._set(named, block, ms)
-        return hooks
-
-    def _set(self, named: list[Named], block: Block, ms: Any = None) -> None:
+    def _init(
+        self, named: list[Named], options: HookOptions, ms: Any, only_in_with: bool = False
+    ) -> None:
+        """Make the hooks and register them. `hooks_of` needs this without `__init__`."""
         for kind in {type(m) for _, m, _ in named}:  # isinstance(m, ScriptModule) is slow
             if nn.Module not in kind.__mro__ or ScriptModule in kind.__mro__:
                 for _, m, _ in named:
-                    check_hookable(m, block.who)
-        block.positions = isinstance(ms, (nn.Sequential, nn.ModuleList))
-        self.switch, self.hooks = block, []
+                    check_hookable(m, options.who)
+        positions = isinstance(ms, (nn.Sequential, nn.ModuleList))
+        scope = HookScope(options, only_in_with=only_in_with, names_are_positions=positions)
+        self.scope = scope
+        self.hooks: list[Hook] = []
         for name, m, leaf in named:
             self.hooks.append(hook := Hook.__new__(Hook))
-            hook._set(m, block, name, leaf)
-        self.register()
+            hook._init(m, scope, name, leaf)
+        if not only_in_with:
+            self.register()
 
-    def _each(self) -> list[Hook]:
-        return self.hooks
+    @property
+    def options(self) -> HookOptions:
+        """How they capture."""
+        return self.scope.options
+
+    @property
+    def removed(self) -> bool:
+        """True while none of them is registered."""
+        return all(not h.registered for h in self.hooks)
+
+    def register(self) -> None:
+        """Register all of them, or none; those that are registered stay so.
+
+        Raises:
+            HookError: a module is gone; or edits, outside of their `with`.
+        """
+        self.scope.register(self.hooks)
+
+    def remove(self) -> None:
+        """Remove all of them from their modules; what was stored stays. Can be repeated."""
+        try:
+            for h in self.hooks if self.options.edit else ():
+                h._warn_if_compiled()
+        finally:
+            self.scope.unregister(self.hooks)
+
+    def __enter__(self) -> Self:
+        self.scope.enter(self.hooks)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> bool:
+        return self.scope.exit(self.hooks, e)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -126,14 +163,14 @@ class Hooks(Registered):
 
         An `L`, as fastai's, that is a list too: `torch.stack(h.stored)`.
         """
-        hooks, block = self.hooks, self.switch
-        # most reads: nothing to wait for, or to settle
-        plain = block.fast and block.detach and not block.gather
-        values = [h.last for h in hooks]
+        options = self.options
+        # most reads: nothing to wait for, to copy or to join
+        plain = options.fast and options.detach and not options.gather
+        values = [h.last for h in self.hooks]
         if plain and all([type(x) is Tensor and not x.is_inference() for x in values]):  # noqa: C419
             return Values(values)
-        values = [h._own() for h in hooks]
-        if self.switch.gather:
+        values = [h._stored_here() for h in self.hooks]
+        if options.gather:
             names = [f"what is stored of {h.label}" for h in self.hooks]
             values = ranks.gather(values, names)
         return Values(values)
@@ -164,7 +201,7 @@ class Hooks(Registered):
         if len(found) < len(self):
             several = [name for name, n in Counter(self.names).items() if n > 1]
             raise SelectionError(
-                f"{self.switch.who}: several hooks are called {several[0]!r}, so they cannot be "
+                f"{self.options.who}: several hooks are called {several[0]!r}, so they cannot be "
                 "read by name. Read them by position, or hook each model by itself."
             )
         return found
@@ -172,14 +209,16 @@ class Hooks(Registered):
     @property
     def silent(self) -> dict[str, str]:
         """The hooks that have nothing so far, each with the reason as far as it can be known."""
-        return reasons(self.hooks)
+        return silent_reasons(self.hooks)
 
     def save(self, path: str | Path) -> Path:
-        """Writes what is stored to a safetensors file, for `compare_models` or any other reader.
+        """Write what is stored to a safetensors file, for `compare_models` or any other reader.
 
         Tensors are called `name`, or `name:call` with `keep="all"`, with `/path` behind it where a
-        module returns a structure; the metadata have the structures in words. What is no tensor is
-        left out.
+        module returns a structure or an object, such as a cache, which is saved as it is by then.
+        The metadata say of each key what it stands for, in the order of the hooks; they have the
+        structures in words, the modules' classes, the paths and the kind of the hooks. What is no
+        tensor is left out.
 
         Args:
             path: of the file; one that exists is replaced as a whole.
@@ -191,7 +230,51 @@ class Hooks(Registered):
             HookError: nothing is stored; or a tensor that safetensors cannot hold.
             MissingExtraError: safetensors is not installed.
         """
-        return save(self, path)
+        try:
+            from safetensors.torch import save_file
+        except ImportError:
+            raise missing_extra("safetensors", "collect", "save a capture") from None
+        path = check_path("Hooks.save", path)
+        tensors, keys, structures = dict[str, Tensor](), list[Any](), dict[str, str]()
+        for key, name, call, value in self._values_by_key():
+            structures[key] = describe(value)
+            for inner, t in parts_in(value):
+                if isinstance(t, Tensor):
+                    text = key + (f"/{inner}" if inner else "")
+                    tensors[text] = _dense(t)
+                    keys.append((text, name, call, inner))
+        if not tensors:
+            raise HookError("Hooks.save: nothing was stored. Run the model in the block first.")
+        by_name = dict(self.items())  # an error where two have the same name
+        about = {
+            "keys": keys,
+            "structures": structures,
+            "types": {name: type(h.module).__name__ for name, h in by_name.items()},
+            "leaves": {name: h.leaf for name, h in by_name.items()},
+            "kind": self.options.kind,
+        }
+        with atomic_write(path) as file:
+            metadata = {key: json.dumps(value) for key, value in about.items()}
+            try:
+                save_file(tensors, file.name, metadata)
+            except KeyError as e:  # the dtype
+                dtype = e.args[0]
+                key = next(key for key, t in tensors.items() if t.dtype == dtype)
+                raise HookError(
+                    f"Hooks.save: '{key}' is of {dtype}, which safetensors "
+                    f"{version('safetensors')} cannot hold. Give its hook a function that returns "
+                    "another dtype, or try a newer safetensors."
+                ) from None
+        return path
+
+    def _values_by_key(self) -> Iterator[tuple[str, str, int | None, Any]]:
+        """Yield the key in a file, the name, the number of the call (None: the last), the value."""
+        for name, h in zip(self.names, self.hooks, strict=True):
+            if self.options.keep != "all":
+                yield name, name, None, h.stored
+                continue
+            for i, value in enumerate(h.calls):
+                yield f"{name}:{i}", name, i, value
 
     if not TYPE_CHECKING:  # a checker shall see a misspelt name
 
@@ -222,7 +305,7 @@ class Hooks(Registered):
                 return h
         near = nearest(i, self.names) or list(self.names)[:3]
         raise SelectionError(
-            f'{self.switch.who}: no hook is called "{i}". Nearest: '
+            f'{self.options.who}: no hook is called "{i}". Nearest: '
             f"{', '.join(map(repr, near)) or 'there are none'}. .names lists all {len(self)}."
         )
 
@@ -234,22 +317,33 @@ class Hooks(Registered):
         few = "1 hook" if len(self) == 1 else f"{len(self)} hooks"
         few += ", removed" if self.hooks and self.removed else ""
         pairs = zip(self.names, self.hooks, strict=True)
-        held = [f"{name} {text}" for name, h in pairs if (text := h._held())]
+        held = [f"{name} {text}" for name, h in pairs if (text := h._stored_in_words())]
         shown = f": {', '.join(held[:4])}{', …' if held[4:] else ''}" if held else ""
         return f"Hooks({few}{shown})"
 
 
-def some(named: list[Named], who: str) -> list[Named]:
-    """`named`, which is not empty."""
-    if not named:
-        raise OptionError(
-            f"{who}: no module was given. Give some, such as select(model, nn.Linear)."
-        )
-    return named
+def hooks_of(
+    named: list[Named], options: HookOptions, ms: Any = None, *, only_in_with: bool = False
+) -> Hooks:
+    """Return `Hooks` on named modules, registered unless they are to be on in their `with` only.
+
+    Args:
+        ms: what the modules were found in; names in a Sequential or a ModuleList are positions.
+    """
+    hooks = Hooks.__new__(Hooks)
+    hooks._init(named, options, ms, only_in_with)
+    return hooks
+
+
+def require_modules(named: list[Named], who: str) -> list[Named]:
+    """Return `named`; raise if it is empty."""
+    if named:
+        return named
+    raise OptionError(f"{who}: no module was given. Give some, such as select(model, nn.Linear).")
 
 
 def named_modules_of(ms: Any, who: str) -> list[Named]:
-    """What `ms` holds; names are None where there are none."""
+    """Return the modules in `ms` with their names, or None where they have none, and leaf paths."""
     if isinstance(ms, nn.Module):
         ms = unwrap(ms)
     if isinstance(ms, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
@@ -268,3 +362,15 @@ def named_modules_of(ms: Any, who: str) -> list[Named]:
             f"model.children(){one}."
         )
     return [(*m, "") if isinstance(m, tuple) and len(m) == 2 else (None, m, "") for m in ms]
+
+
+def _dense(t: Tensor) -> Tensor:
+    """Return `t` as a file holds it: dense, contiguous, with memory of its own."""
+    t = t.detach()
+    if t.is_nested or t.is_quantized or t.layout is not torch.strided:
+        kind = "nested" if t.is_nested else "quantized" if t.is_quantized else t.layout
+        raise HookError(
+            f"Hooks.save: safetensors holds dense tensors only, and this one is {kind}. Store "
+            "what it is made of: give the hook a function that returns its values."
+        )
+    return t.cpu().clone(memory_format=torch.contiguous_format)

@@ -1,9 +1,9 @@
-"""Hooks on the calls of torch functions, for what no module computes: fused attention, a softmax.
+"""Hooks on calls of torch functions, for values that no module gives: fused attention, a softmax.
 
-A `TorchFunctionMode` sees each call of a torch function in its thread while it is on. A wanted one
-runs under a `Hook`, so storing, gradients and edits are those of modules. Which module made the
-call is read from the stack. A function is known by its name without underscores, so its forms are
-one: `F.relu`, `torch.relu_`, `x.relu`; `+` is `add`.
+A `TorchFunctionMode` sees each call of a torch function in its thread while it is on. A wanted call
+runs under a `Hook`, which stores, edits and takes gradients as on a module. The module that made
+the call is read from the stack. A function is known by its name without underscores, so its forms
+are one: `F.relu`, `torch.relu_`, `x.relu`; `+` is `add`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from torch.overrides import TorchFunctionMode
 
 from hookkit.checks import check_choice, check_flag, check_module, kind_of
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError, warn
-from hookkit.hooks.attach import check_hookable, graph_task
-from hookkit.hooks.block import Block
+from hookkit.hooks.attach import check_hookable
+from hookkit.hooks.calls import call_kind
 from hookkit.hooks.collection import Hooks, Modules, named_modules_of
-from hookkit.hooks.hook import Hook
+from hookkit.hooks.hook import hook_of
+from hookkit.hooks.options import HookOptions, HookScope
 from hookkit.modules import unwrap
 from hookkit.selecting import select
 
 Within = nn.Module | Modules | None
-Where = tuple[str, nn.Module | None] | None
+Caller = tuple[str, nn.Module | None] | None
 # Functions of Python inside which calls count: a checkpoint runs the model again in a backward.
 _OPEN = frozenset(("backward", "grad", "multi_head_attention_forward"))
 # torch's modules of functions written in Python, which ask for modes themselves
@@ -48,7 +49,7 @@ _MODELS = (f"{_HOME}testing.py", f"{_HOME}demo.py")  # which models a user may h
 
 @lru_cache(1000)
 def plain_name(f: Any) -> str:
-    """The name that the forms of a function share; of `/` that is `div`.
+    """Return the name that all forms of a function share; `/` is `div`.
 
     >>> [plain_name(f) for f in (torch.relu_, Tensor.__iadd__, Tensor.__rsub__, Tensor.__matmul__)]
     ['relu', 'add', 'sub', 'matmul']
@@ -63,14 +64,14 @@ def plain_name(f: Any) -> str:
 
 
 def _writes(name: str) -> bool:
-    """Whether a function of this name works in place: `relu_`, `__iadd__`, `__setitem__`."""
+    """Return True if a function of this name works in place: `relu_`, `__iadd__`, `__setitem__`."""
     if not name.startswith("__"):
         return name.endswith("_")
     return name == "__setitem__" or (name[2] == "i" and hasattr(Tensor, f"__{name[3:]}"))
 
 
 class FunctionCall:
-    """The call of a torch function, in the place of a module.
+    """Stands for a module where a torch function is called: its hook is called with it.
 
     Attributes:
         name: of the call: `blocks.3.attn/softmax:0`.
@@ -80,22 +81,21 @@ class FunctionCall:
 
     __slots__ = ("__weakref__", "function", "hook", "name", "owner")
 
-    def __init__(self, name: str, owner: nn.Module | None, block: Block, leaf: str) -> None:
+    def __init__(self, name: str, owner: nn.Module | None, scope: HookScope, leaf: str) -> None:
         self.name, self.function, self.owner = name, None, owner
-        this: Any = self
-        self.hook = Hook.of(this, block, name, leaf)
+        self.hook = hook_of(self, scope, name, leaf)
         self.hook.registered = True  # by this
 
     def run(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """What the function gives, under the hook, as PyTorch calls a module under its hooks."""
-        self.function, hook, block = function, self.hook, self.hook.switch
+        """Call the function under the hook, as PyTorch calls a module; return its result."""
+        self.function, hook, options = function, self.hook, self.hook.options
         this: Any = self
-        if block.kind.startswith("pre"):
+        if options.kind.startswith("pre"):
             new = hook(this, args, kwargs)
             args, kwargs = (args, kwargs) if new is None else new
             return function(*args, **kwargs)
         out = function(*args, **kwargs)
-        plain = block.fast and not hook.leaf
+        plain = options.fast and not hook.leaf
         new = hook(this, args, out) if plain else hook(this, args, kwargs, out)
         return out if new is None else new
 
@@ -117,143 +117,142 @@ class FunctionHooks(Hooks, TorchFunctionMode):
     leaf = ""  # the part of what is called or returned that hooks see
     quiet = False  # about a block in which none was called
 
-    def __init__(self, f: Any, within: Within, block: Block, numbered: bool = True) -> None:
+    def __init__(self, f: Any, within: Within, options: HookOptions, numbered: bool = True) -> None:
         TorchFunctionMode.__init__(self)
-        _check_torchs(block.who, f)
-        self.switch, self.numbered, self.wanted = block, numbered, {plain_name(f)}
-        self.within = None if within is None else _names_of(block, within)
+        _check_torchs(options.who, f)
+        self.within: dict[int, str] | None = None
+        positions = False
+        if within is not None:
+            self.within, positions = _names_of(within, options.who)
+        self.scope = HookScope(options, only_in_with=True, names_are_positions=positions)
+        self.numbered, self.wanted = numbered, {plain_name(f)}
 
-    def _reset(self) -> None:
+    def _clear(self) -> None:
         self.hooks, self.calls, self.thread = [], dict[str, FunctionCall](), get_ident()
         self.counts, self.heads = Counter[str](), dict[str, int]()
-        # of the modules inside those of `within`: what `_where` gave for the calls in them
-        self.inside = WeakKeyDictionary[nn.Module, set[Where]]()
+        # of the modules inside those of `within`: the callers that were found for the calls in them
+        self.inside = WeakKeyDictionary[nn.Module, set[Caller]]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by PyTorch in the place of `func`; the mode is off meanwhile."""
         kwargs, name = kwargs or {}, plain_name(func)
-        if name in self.wanted and self.switch.on and not _is_hookkits():
-            return self._hooked(func, name, args, kwargs)
+        if name in self.wanted and self.scope.on and not _is_hookkits():
+            return self._run_hooked(func, name, args, kwargs)
         if name in _OPEN and isinstance(func, FunctionType):
-            with self._pushed():
+            with self._seeing_inside():
                 return _undispatched(func)(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _hooked(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """What `func` gives, called under its hook; without one where it does not count."""
-        where = self._where()
-        if where is None:
+    def _run_hooked(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Call `func` under its hook, or without one where the call does not count."""
+        caller = self._caller()
+        if caller is None:
             return func(*args, **kwargs)
-        if self.switch.edit and (
+        if self.options.edit and (
             _writes(func.__name__) or kwargs.get("inplace") or kwargs.get("out") is not None
         ):
             raise HookError(
-                f"{self.switch.who}: {func.__name__} writes its result into a tensor that it is "
+                f"{self.options.who}: {func.__name__} writes its result into a tensor that it is "
                 "given (in place, or out=), where an edit has no effect. Edit what is computed "
                 "from it, or the layer around it."
             )
         if name == "scaled_dot_product_attention":
-            self._see_heads(where[0], args[0] if args else kwargs["query"])
-        return self._called(name, *where).run(func, args, kwargs)
+            self._check_heads(caller[0], args[0] if args else kwargs["query"])
+        return self._function_call(name, *caller).run(func, args, kwargs)
 
     @contextmanager
-    def _pushed(self) -> Iterator[None]:
-        """Has this mode see calls that are made inside of one that it sees."""
+    def _seeing_inside(self) -> Iterator[None]:
+        """Let this mode see the calls that a function makes which it sees itself."""
         TorchFunctionMode.__enter__(self)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             TorchFunctionMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
 
-    def _where(self) -> Where:
-        """The innermost module of `within` that runs, with its name; None: this does not count."""
-        again = graph_task() != -1  # a checkpoint runs it again, of which only edits are repeated
-        if again and not self.switch.edit:
+    def _caller(self) -> Caller:
+        """Return the innermost running module of `within`, with its name; None: it does not count.
+
+        Of the calls that a checkpoint runs again only edits are repeated.
+        """
+        again = call_kind() == "recomputed"
+        if again and not self.options.edit:
             return None
         if self.within is None:
             return "", None
-        inside, where = [], None
+        inside, caller = [], None
         for module in running_modules():
             if id(module) in self.within:
-                where = self.within[id(module)], module
+                caller = self.within[id(module)], module
                 break
             inside.append(module)
-        if again and where is None:
-            return self._where_before(inside)
-        if self.switch.edit and not again:
+        if again and caller is None:
+            return self._caller_before(inside)
+        if self.options.edit and not again:
             for module in inside:
-                self.inside.setdefault(module, set()).add(where)
-        return where
+                self.inside.setdefault(module, set()).add(caller)
+        return caller
 
-    def _where_before(self, inside: list[nn.Module]) -> Where:
-        """What `_where` gave in the forward that a checkpoint runs again, with `inside` running.
+    def _caller_before(self, inside: list[nn.Module]) -> Caller:
+        """Return the caller in the forward that a checkpoint runs again, with `inside` running.
 
         The checkpoint may be inside a module of `within`, which does not run then. A module inside
-        says which one it is, if all calls in it were made for the same.
+        tells which one it is, if all calls in it were made for the same.
         """
         seen = [self.inside[module] for module in inside if module in self.inside]
-        for places in seen:
-            if len(places) == 1:
-                return next(iter(places))
+        for callers in seen:
+            if len(callers) == 1:
+                return next(iter(callers))
         if inside and not seen:
             return None  # the forward ran outside the block, without the edit
         raise HookError(
-            f"{self.switch.who}: a checkpoint runs a function again, or a module that is shared, "
+            f"{self.options.who}: a checkpoint runs a function again, or a module that is shared, "
             "and which module that is for is not known. Checkpoint a module around it, or leave "
             "out within=."
         )
 
-    def _called(self, name: str, where: str, owner: nn.Module | None) -> FunctionCall:
-        """What runs this call: a new one, unless its name was there before."""
-        full = f"{where}/{name}" if where else name
+    def _function_call(self, name: str, caller: str, owner: nn.Module | None) -> FunctionCall:
+        """Return the `FunctionCall` of this name, a new one unless it was called before."""
+        full = f"{caller}/{name}" if caller else name
         if self.numbered:
             n = self.counts[full]
             self.counts[full] += 1
             full = f"{full}:{n}"
         if full not in self.calls:
-            call = self.calls[full] = FunctionCall(full, owner, self.switch, self.leaf)
+            call = self.calls[full] = FunctionCall(full, owner, self.scope, self.leaf)
             self.hooks.append(call.hook)
         return self.calls[full]
 
-    def _see_heads(self, where: str, query: Tensor) -> None:
-        """Warns once where attention is called with another number of heads than before."""
+    def _check_heads(self, caller: str, query: Tensor) -> None:
+        """Warn once if attention is called with another number of heads than before."""
         heads = query.shape[-3] if query.dim() > 2 else 1
-        if self.heads.setdefault(where, heads) == heads or self.switch.warned:
+        if self.heads.setdefault(caller, heads) == heads or self.scope.warned:
             return
-        self.switch.warned = True
+        self.scope.warned = True
         warn(
-            f"{self.switch.who}: attention in {where or 'the model'} was called with "
-            f"{self.heads[where]} heads, and now with {heads}: grouped queries are packed (as "
+            f"{self.options.who}: attention in {caller or 'the model'} was called with "
+            f"{self.heads[caller]} heads, and now with {heads}: grouped queries are packed (as "
             "transformers does in generate), so a head's number means another one here. Use the "
             "input of the output projection instead: edit_input(…o_proj, …).",
         )
 
     @property
     def removed(self) -> bool:
-        """Whether it is off, as it is outside of its `with`."""
-        return not (self.switch.depth and self.switch.on)
+        """True while it is off, as it is outside of its `with`."""
+        return not (self.scope.depth and self.scope.on)
 
     def register(self) -> None:
-        """Turns it on again after `remove()`, inside of its `with`."""
-        if not self.switch.depth:
-            raise HookError(
-                f"{self.switch.who}: hooks on functions are on inside their `with` only. Write "
-                "`with h:` around the model."
-            )
+        """Turn it on again after `remove()`, inside of its `with`."""
+        self.scope.check_may_register()
         self._turn(True)
 
-    def _remove(self) -> bool:
+    def remove(self) -> None:
+        """Turn it off, until `register()` or the next `with`; what was stored stays."""
         self._turn(False)
-        return all(h.fired for h in self._each())
 
     def _turn(self, on: bool) -> None:
-        self.switch.on = on
-        for h in self._each():
+        self.scope.on = on
+        for h in vars(self).get("hooks", ()):
             h.registered = on
-
-    def _each(self) -> list[Hook]:
-        hooks: list[Hook] = vars(self).get("hooks", [])
-        return hooks
 
     if not TYPE_CHECKING:
 
@@ -261,55 +260,54 @@ class FunctionHooks(Hooks, TorchFunctionMode):
             """Only for a name that is not there: the hooks, before the first `with`."""
             if name == "hooks":
                 raise HookError(
-                    f"{self.switch.who}: it has seen no call, as it was never entered. Run the "
+                    f"{self.options.who}: it has seen no call, as it was never entered. Run the "
                     "model in its `with`."
                 )
             return super().__getattr__(name)
 
     def __enter__(self) -> Self:
-        if self.switch.depth:
-            if self.thread != get_ident():
-                raise HookError(
-                    f"{self.switch.who}: these hooks are on in another thread, whose calls alone "
-                    "they see. Make hooks for each thread."
-                )
-            self.switch.enter(())
-            self._turn(True)
-            return self
-        try:
-            self._reset()
-            self.switch.enter(())
-            TorchFunctionMode.__enter__(self)  # type: ignore[no-untyped-call]
-            self._turn(True)
-        except BaseException:
-            self.switch.leave()
-            raise
+        if self.scope.depth and self.thread != get_ident():
+            raise HookError(
+                f"{self.options.who}: these hooks are on in another thread, whose calls alone they "
+                "see. Make hooks for each thread."
+            )
+        if not self.scope.depth:
+            self._clear()
+        self.scope.enter(())
+        if self.scope.depth == 1:
+            try:
+                TorchFunctionMode.__enter__(self)  # type: ignore[no-untyped-call]
+            except BaseException:
+                self.scope.exit((), None)
+                raise
+        self._turn(True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> bool:
-        if self.switch.depth > 1:
-            return Hooks.__exit__(self, kind, e, tb)
+        if self.scope.depth > 1:
+            return self.scope.exit(self.hooks, e)
         self.inside.clear()
         try:
             TorchFunctionMode.__exit__(self, kind, e, tb)  # type: ignore[no-untyped-call]
         finally:
-            ended = Hooks.__exit__(self, kind, e, tb)
+            self.scope.on = False
+            ended = self.scope.exit(self.hooks, e)
         if e is None and not self.hooks and not self.quiet:
             warn(self.never_called(), NeverFiredWarning)
         return ended
 
     def never_called(self) -> str:
-        """In words: that no call was seen."""
+        """Return the warning that no call was seen."""
         where = "inside the block" if self.within is None else "within these modules"
         return (
-            f"{self.switch.who}: {', '.join(self.wanted)} was never called in this thread"
+            f"{self.options.who}: {', '.join(self.wanted)} was never called in this thread"
             f" {where}. Run the model inside the block, or hook a function that it calls."
         )
 
     def __reduce__(self) -> Any:
-        raise HookError(f"{self.switch.who}: hooks on functions cannot be copied. Make new ones.")
+        raise HookError(f"{self.options.who}: hooks on functions cannot be copied. Make new ones.")
 
     def __repr__(self) -> str:
         if "hooks" not in vars(self):
@@ -318,7 +316,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
 
 
 def running_modules() -> Iterator[nn.Module]:
-    """The modules whose forward, or hooks, run now in this thread, the innermost first."""
+    """Yield the modules whose forward, or hooks, run now in this thread, the innermost first."""
     frame = currentframe()
     while frame is not None:
         # Private: `Module._call_impl` runs hooks and forward (since 1.7): its frame has the
@@ -328,14 +326,14 @@ def running_modules() -> Iterator[nn.Module]:
         frame = frame.f_back
 
 
-def passed_on(func: Any, args: Any, kwargs: Any) -> Any:
-    """What `func` gives, called as the model called it: blocks further out see the call."""
+def call_outer(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call `func` as the model called it, so that blocks further out see the call."""
     return func(*args, **kwargs)
 
 
 @lru_cache(16)
 def _undispatched(func: FunctionType) -> FunctionType:
-    """`func`, a Python function of torch, without its question whether a mode wants to see it."""
+    """Return `func`, a Python function of torch, as it is without asking modes to see its call."""
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     home = {**func.__globals__, **dict.fromkeys(names, lambda *_: False)}
     again = FunctionType(func.__code__, home, func.__name__, func.__defaults__, func.__closure__)
@@ -344,7 +342,7 @@ def _undispatched(func: FunctionType) -> FunctionType:
 
 
 def _is_hookkits() -> bool:
-    """Whether hookkit itself makes this call, beside the model."""
+    """Return True if hookkit itself makes this call, beside the model."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in _FUNCTIONS:
         frame = frame.f_back
@@ -353,7 +351,7 @@ def _is_hookkits() -> bool:
 
 
 def _check_torchs(who: str, f: Any) -> None:
-    """Raises unless `f` looks like a function of torch."""
+    """Raise unless `f` looks like a function of torch."""
     home = (getattr(f, "__module__", None) or "torch").partition(".")[0]
     if callable(f) and not isinstance(f, (nn.Module, type)) and plain_name(f) and home == "torch":
         return
@@ -371,21 +369,24 @@ def modules_inside(model: nn.Module, who: str) -> dict[str, nn.Module]:
     return {name: m for name, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
 
 
-def _names_of(block: Block, within: Any) -> dict[int, str]:
-    """The modules of `within` by id, each with its name: of one module all that are in it."""
+def _names_of(within: Any, who: str) -> tuple[dict[int, str], bool]:
+    """Return the names of the modules in `within` by their ids, and whether names are positions.
+
+    One module stands for all that are in it.
+    """
     if isinstance(within, nn.Module):
-        within = modules_inside(within, block.who)
-    names = dict[int, str]()
-    for i, (name, m, leaf) in enumerate(named_modules_of(within, block.who)):
-        check_hookable(m, block.who)
-        block.positions |= name is None
+        within = modules_inside(within, who)
+    names, positions = dict[int, str](), False
+    for i, (name, m, leaf) in enumerate(named_modules_of(within, who)):
+        check_hookable(m, who)
+        positions |= name is None
         if leaf:
             raise OptionError(
-                f'{block.who}: within takes modules, and "{name}" selects a part of an output. '
+                f'{who}: within takes modules, and "{name}" selects a part of an output. '
                 f"Leave out {leaf}."
             )
         names.setdefault(id(m), str(i) if name is None else name)
-    return names
+    return names, positions
 
 
 def hook_function(
@@ -401,7 +402,7 @@ def hook_function(
     keep: str = "all",
     clone: bool = True,
 ) -> FunctionHooks:
-    """Stores what each call of the torch function `f` returns, for the time of a `with`.
+    """Store what each call of the torch function `f` returns, for the time of a `with`.
 
     For what no module computes: `F.scaled_dot_product_attention`, a residual `+`, `x.softmax(-1)`.
     Each call has a `Hook` of its own, named by the module that made it, the function, and the
@@ -456,11 +457,11 @@ def hook_function(
         )
     check_choice(who, "keep", keep, ("last", "all", "none"))
     each = "none" if keep == "none" else "last"
-    block = Block(who, kind, hook, detach, cpu, gather, keep=each, clone=clone)
-    return FunctionHooks(f, within, block, numbered=keep == "all")
+    options = HookOptions(who, kind, hook, detach, cpu, gather, keep=each, clone=clone)
+    return FunctionHooks(f, within, options, numbered=keep == "all")
 
 
 def function_kind(who: str, inputs: Any, grad: Any) -> str:
-    """What is hooked, by `inputs` and `grad`."""
+    """Return the kind of hook that `inputs` and `grad` ask for."""
     inputs, grad = check_flag(who, "inputs", inputs), check_flag(who, "grad", grad)
     return ("pre_grad" if inputs else "grad") if grad else ("pre" if inputs else "forward")

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from hookkit.checks import check_function
-from hookkit.hooks.attach import called, recomputing
-from hookkit.hooks.block import KINDS, Block
-from hookkit.hooks.collection import Hooks
+from hookkit.hooks.attach import called
+from hookkit.hooks.calls import recomputing
+from hookkit.hooks.collection import Hooks, hooks_of, named_modules_of
 from hookkit.hooks.eager import layer_by_layer
 from hookkit.hooks.functions import modules_inside
+from hookkit.hooks.options import KINDS, HookOptions
 from hookkit.nested import Inputs, describe, tmap
 
 
@@ -106,4 +107,5 @@ def print_sizes(model: nn.Module) -> Hooks:
         line = f"{describe(inputs)} → {describe(output)}  {name} ({type(module).__name__})"
         print(line)  # noqa: T201 - it is what the function is for
 
-    return Hooks.made(modules, Block("print_sizes", "forward", write, keep="none"))
+    options = HookOptions("print_sizes", "forward", write, keep="none")
+    return hooks_of(named_modules_of(modules, "print_sizes"), options)

@@ -1,27 +1,24 @@
-"""`Hook`: one function on one module, and what it stored.
+"""`Hook`: what PyTorch calls at a call of one module, and what it stored of it.
 
-A `Hook` is what PyTorch calls. It is registered when it is made, removed by `remove()` or at the
-end of its `with` block, and shares its `Block` with the hooks that were made with it. The module
-holds the hook, the hook holds the module weakly. Copies and pickles of a hook, also those made with
-its module, are on no module and do nothing.
-
-The class reads in this order: how it is made and registered, what it does when PyTorch calls it,
-what it stores, how that is read.
+The class reads from top to bottom: made, registered, called, stored, read, removed. Hooks that were
+made together share a `HookScope`, which has their options and their `with` block. The module holds
+the hook, the hook holds the module weakly. Copies and pickles of a hook, also those made with its
+module, are on no module and do nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from weakref import ref
 
 import torch
-from fastcore.foundation import L
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hookkit import ranks
-from hookkit.checks import OfLast, check_flag
+from hookkit.checks import OfLast
 from hookkit.errors import (
     CompiledWarning,
     HookError,
@@ -31,53 +28,33 @@ from hookkit.errors import (
     nearest,
     warn,
 )
-from hookkit.hooks.attach import (
-    HookEntry,
-    brief,
-    check_hookable,
-    graph_task,
-    is_exporting,
-    is_tracing,
-    note,
-    recomputing,
-)
-from hookkit.hooks.block import NOT_WANTED, TRACED, Block, Registered, StopForward
+from hookkit.hooks.attach import brief, check_hookable, is_tracing, note
+from hookkit.hooks.calls import call_kind, graph_task, is_compiling
 from hookkit.hooks.eager import has_compiled
 from hookkit.hooks.grads import Receive, listen_inputs, listen_output
-from hookkit.hooks.parts import check_grad, check_same, new_inputs, part_at
-from hookkit.hooks.snapshot import settled, snapshot, store, version_of
+from hookkit.hooks.options import NO_BACKWARD, HookOptions, HookScope, StopForward, kind_of
+from hookkit.hooks.values import (
+    Values,
+    check_grad,
+    check_same,
+    new_inputs,
+    out_of_inference,
+    part_at,
+    snapshot,
+    to_store,
+    version_of,
+    wait_for,
+)
 from hookkit.nested import Inputs, describe, is_path, leaves, put, tmap
 
-is_compiling = torch.compiler.is_dynamo_compiling  # a third of the cost of is_compiling
-is_grad_enabled = torch.is_grad_enabled
+NOT_WANTED = "`calls` is true of none of the calls that it got"
+"""The reason of an edit at some calls that never happened."""
 
-MISSING = object()
-"""What PyTorch did not pass."""
-
-
-class Values(L, list[Any]):  # type: ignore[misc]
-    """An `L` that is a list: PyTorch takes no other sequence of tensors (`torch.stack`).
-
-    The values are the list's own; `items`, which all methods of `L` read, is a copy.
-    """
-
-    def __init__(self, items: Any = (), **_: Any) -> None:
-        list.__init__(self, items)
-
-    def __getitem__(self, at: Any) -> Any:
-        found = L.__getitem__(self, at)
-        return Values(found) if type(found) is L else found  # a slice, in fastcore up to 2.1
-
-    @property
-    def items(self) -> list[Any]:
-        """The values as a plain list."""
-        return list.copy(self)
-
-    __len__, __iter__ = list.__len__, list.__iter__
-    __setitem__, __delitem__ = list.__setitem__, list.__delitem__
+_MISSING = object()  # what PyTorch did not pass
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-class Hook(HookEntry, Registered):
+class Hook:
     """One function, called at each forward (or backward) of one module; keeps what it returns.
 
     Args:
@@ -116,7 +93,7 @@ class Hook(HookEntry, Registered):
     ((4, 3), 1)
     """
 
-    switch: Block
+    # --- made
 
     def __init__(
         self,
@@ -136,10 +113,9 @@ class Hook(HookEntry, Registered):
         name: str | None = None,
         leaf: str = "",
     ) -> None:
-        kind = kind_of("Hook", is_forward, pre)
-        block = Block(
+        options = HookOptions(
             "Hook",
-            kind,
+            kind_of("Hook", is_forward, pre),
             hook_func,
             detach,
             cpu,
@@ -156,43 +132,58 @@ class Hook(HookEntry, Registered):
                 f"Hook: leaf={leaf!r} is no path into what a module gives. Write it as [0], .name "
                 "or ['key'], or one after the other."
             )
-        self._set(m, block, name, leaf)
+        self._init(m, HookScope(options), name, leaf)
         self.register()
 
-    @classmethod
-    def of(cls, m: nn.Module, block: Block, name: str | None = None, leaf: str = "") -> Self:
-        """A hook of `block` on `m`, which is not registered yet."""
-        hook = cls.__new__(cls)
-        hook._set(m, block, name, leaf)
-        return hook
-
-    def _set(self, m: nn.Module | None, block: Block, name: str | None, leaf: str) -> None:
-        self._module: Callable[[], nn.Module | None] = _gone if m is None else ref(m)
-        self.switch, self.observes, self.name, self.leaf = block, not block.edit, name, leaf
+    def _init(self, m: nn.Module | None, scope: HookScope, name: str | None, leaf: str) -> None:
+        """Set all attributes. Of `__init__` this is what `hook_of` needs, with checked options."""
+        self._module: Callable[[], nn.Module | None] = _no_module if m is None else ref(m)
+        self.scope, self.name, self.leaf = scope, name, leaf
         self.handle: RemovableHandle | None = None
         self.registered = False  # what a compiled graph can ask, unlike the handle
-        self.n_calls, self.version, self.why, self.n_cleared = 0, -1, "", 0
-        self.last: Any = None
-        self.all: list[Any] | None = None
-        self.source: tuple[int, ...] = ()  # which call the gradients in `last` are of
+        self.n_calls = 0
+        self.last: Any = None  # what the last call stored
+        self.all: list[Any] | None = None  # what each call stored, with keep="all"
+        self.version = -1  # of the live tensors in `last`
+        self.why = ""  # why nothing was stored, as far as the calls told
+        # Which call the gradients in `last` are of: the number of the entering, that of the call in
+        # it, and that of the backward pass in which a checkpoint ran it again.
+        self.grads_of: tuple[int, ...] = ()
 
     def _clear(self) -> None:
+        """Forget what was stored and counted."""
         self.n_calls, self.last, self.all, self.version, self.why = 0, None, None, -1, ""
-        self.source, self.n_cleared = (), self.n_cleared + 1
+        self.grads_of = ()
 
-    def _each(self) -> tuple[Hook]:
-        return (self,)
+    @property
+    def options(self) -> HookOptions:
+        """How it captures."""
+        return self.scope.options
 
-    def _put(self) -> None:
-        """Registers it on its module."""
+    @property
+    def observes(self) -> bool:
+        """True if the model computes the same without it."""
+        return not self.options.edit
+
+    # --- registered
+
+    def register(self) -> None:
+        """Register it on its module; does nothing if it is registered.
+
+        Raises:
+            HookError: the module is gone.
+        """
+        self.scope.register((self,))
+
+    def _register(self) -> None:
         if self.registered:
             return
-        m, block = self._module(), self.switch
+        m, options = self._module(), self.scope.options
         if m is None:
-            raise HookError(f"{block.who}: the module of this hook is gone. Make a new hook.")
-        kind, first = block.kind, block.prepend
+            raise HookError(f"{options.who}: the module of this hook is gone. Make a new hook.")
+        kind, first = options.kind, options.prepend
         if kind == "forward" or kind == "grad":
-            kwargs = not block.fast or self.leaf != ""
+            kwargs = not options.fast or self.leaf != ""
             self.handle = m.register_forward_hook(self, prepend=first, with_kwargs=kwargs)
         elif kind == "backward":
             self.handle = m.register_full_backward_hook(self, prepend=first)
@@ -200,60 +191,88 @@ class Hook(HookEntry, Registered):
             self.handle = m.register_forward_pre_hook(self, prepend=first, with_kwargs=True)
         self.registered = True
 
-    # -- called by PyTorch --------------------------------------------------------------------
+    def __enter__(self) -> Self:
+        self.scope.enter((self,))
+        return self
+
+    # --- called by PyTorch
 
     def __call__(
-        self, module: nn.Module, args: Any, x: Any = MISSING, output: Any = MISSING
+        self, module: nn.Module, args: Any, x: Any = _MISSING, output: Any = _MISSING
     ) -> Any:
-        """After the forward, before it, or in the backward. First a snapshot of one tensor."""
-        block = self.switch
-        # PyTorch calls a hook that was removed during this same call once more
-        if not self.registered or not block.on:
-            return None
-        if not block.fast or type(x) is not Tensor or is_compiling() or graph_task() != -1:
-            return self._run(module, args, x, output)
-        self.n_calls += 1
-        if block.detach:
-            self.last = snapshot(x)
-        else:
-            self.last, self.version = x, version_of(x)
-        return None
+        """Store what this call gave; return what replaces it, or None.
 
-    def _run(self, module: nn.Module, args: Any, x: Any, output: Any) -> Any:
-        """A call of any kind; `x` is what PyTorch passes after the inputs."""
-        block, kind = self.switch, self.switch.kind
+        PyTorch passes `(module, args, output)`, with keyword inputs `(module, args, kwargs,
+        output)`, before the forward `(module, args, kwargs)`, and in the backward `(module,
+        grad_input, grad_output)`.
+        """
+        scope = self.scope
+        # PyTorch calls a hook that was removed during this same call once more
+        if not self.registered or not scope.on:
+            return None
+        options = scope.options
+        # the case that is worth speed: a snapshot of one tensor
+        if options.fast and type(x) is Tensor and not is_compiling() and graph_task() == -1:
+            self.n_calls += 1
+            if options.detach:
+                self.last = snapshot(x)
+            else:
+                self.last, self.version = x, version_of(x)
+            return None
+        kind = options.kind
         if kind == "backward":
             return self._backward(module, args, x)
-        if kind == "forward" and block.fast and not self.leaf:  # registered without keyword inputs
+        if kind == "forward" and options.fast and not self.leaf:  # without keyword inputs
             return self._forward(module, args, {}, x)
-        # as in `HookEntry`: a call in another thread while this hook is registered or removed
-        if (x if kind.startswith("pre") else output) is MISSING:
+        # PyTorch notes in a second step that a hook takes keyword inputs, so a call in another
+        # thread can come without them while the hook is being registered or removed.
+        if (x if kind.startswith("pre") else output) is _MISSING:
             return None
         if kind.endswith("grad"):
             return self._listen(module, args, x, output)
         return self._forward(module, args, x, output)
 
-    def _forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> Any:
-        """After the forward, or before it: stores the output, or the inputs, or what the function
-        makes of them; gives the replacement, if the hook edits.
+    def hook_fn(self, m: nn.Module, i: Any, o: Any) -> Any:
+        """Call `hook_func(m, i, o)` as PyTorch does, and store what it returns.
+
+        >>> import torch
+        >>> m, x = nn.Linear(2, 3), torch.zeros(4, 2)
+        >>> h = Hook(m, lambda m, i, o: o.shape)
+        >>> h.remove(); h.hook_fn(m, (x,), m(x)); h.stored
+        torch.Size([4, 3])
         """
-        block, pre = self.switch, self.switch.kind == "pre"
-        # a checkpoint repeats the edits of its forward; without any, that ran outside the block
-        unseen = block.edit and not self.n_calls and recomputing()
-        if (unseen or not block.edit) and not self._counts():
+        args, kwargs = i if isinstance(i, tuple) else (i,), getattr(i, "kwargs", {})
+        if self.options.kind in ("forward", "pre"):
+            return self._forward(m, args, kwargs, o)
+        return self._backward(m, i, i if self.options.kind == "pre_grad" else o)
+
+    def _forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Store the output (pre: the inputs), or what the function makes of them, and count.
+
+        Returns:
+            What replaces the output (pre: the inputs), if the hook edits; else None.
+        """
+        options, pre, call = self.options, self.options.kind == "pre", call_kind()
+        # A checkpoint repeats the edits of its forward; without any, that ran outside the block.
+        if call == "recomputed" and not (options.edit and self.n_calls):
+            self.why = self.why or (
+                "seen only while a checkpoint recomputed it; run the forward in the block too"
+            )
+            return None
+        if call == "exported" and not options.edit:
             return None
         value = Inputs(args, kwargs) if pre else output
         part = self._part(value)
-        if block.func is None:
-            self._keep(part)
+        if options.func is None:
+            self._store(part)
             return None
-        seen = (part,) if pre or block.of_last else (Inputs(args, kwargs), part)
-        if block.detach and not block.edit:
+        seen = (part,) if pre or options.takes_last else (Inputs(args, kwargs), part)
+        if options.detach and not options.edit:
             seen = tuple([tmap(Tensor.detach, x) for x in seen])
         new = self._call(module, *seen)
-        if is_compiling() or graph_task() == -1:  # else a checkpoint runs the layer again
-            self._keep(new)
-        if not block.edit or new is None:
+        if call != "recomputed":
+            self._store(new)
+        if not options.edit or new is None:
             return None
         if self.leaf or not pre:
             check_same(self, part, new)
@@ -261,155 +280,151 @@ class Hook(HookEntry, Registered):
         return new_inputs(self, value, new) if pre else new
 
     def _backward(self, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
-        """In the backward pass, by PyTorch's full backward hook."""
-        block = self.switch
-        if block.detach and not block.edit:
+        """Store the gradients of PyTorch's full backward hook; return what replaces them."""
+        options = self.options
+        if options.detach and not options.edit:
             grad_input = tmap(Tensor.detach, grad_input)
             grad_output = tmap(Tensor.detach, grad_output)
         new = grad_output
-        if block.func is not None:
+        if options.func is not None:
             new = self._call(module, grad_input, grad_output)
-        self._keep(new)
-        if not block.edit:
+        self._store(new)
+        if not options.edit:
             return None
         return (new,) if isinstance(new, Tensor) else new  # else PyTorch reads its first rows
 
     def _listen(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """In the forward: has the gradients of what the module gives, or takes, arrive here."""
-        pre = self.switch.kind == "pre_grad"
+        """In the forward, set tensor hooks that receive the gradients of outputs (or inputs).
+
+        Returns:
+            The output (or inputs) with views in the place of some tensors, or None.
+        """
+        options, pre = self.options, self.options.kind == "pre_grad"
         value = Inputs(args, kwargs) if pre else output
         part = self._part(value)
-        if not self._expects(leaves(part)):
+        if not self._count_for_grads(leaves(part)):
             return None
-        receive = self._edit_grad(module) if self.switch.edit else self._store_grads(part)
+        receive = self._grad_editor(module) if options.edit else self._grad_receiver(part)
         if not pre:
-            new = listen_output(module, args, kwargs, part, receive, self.switch.edit)
+            new = listen_output(module, args, kwargs, part, receive, options.edit)
             return None if new is None else put(output, self.leaf, new)
         new = put(value, self.leaf, listen_inputs(module, value, part, receive))
         return tuple(new), new.kwargs
 
-    def _counts(self) -> bool:
-        """Whether this call counts: none that a checkpoint runs again does, none of an export."""
-        if is_compiling() or graph_task() == -1:
-            return not is_exporting()
-        self.why = self.why or (
-            "seen only while a checkpoint recomputed it; run the forward in the block too"
-        )
-        return False
-
     def _part(self, x: Any) -> Any:
-        """The part of `x` that is meant."""
-        return part_at(x, self.leaf, self.switch.who, lambda: self.label) if self.leaf else x
+        """Return the part of `x` at the path `leaf`."""
+        return part_at(x, self.leaf, self.options.who, lambda: self.label) if self.leaf else x
 
     def _call(self, module: nn.Module, *seen: Any) -> Any:
-        """The user's function; a ready-made edit also gets the hook."""
-        block = self.switch
-        func: Any = block.func
+        """Call the user's function; a ready-made edit also gets the hook."""
+        func: Any = self.options.func
         try:
-            if block.wants_hook:
+            if self.options.wants_hook:
                 return func(module, *seen, hook=self)
             return func(module, *seen)
         except Exception as e:
             note(e, func, self.label)
             raise
 
-    def _keep(self, x: Any) -> None:
-        """Stores what a call gave, counts the call, and ends the forward if it was the last."""
-        block = self.switch
-        if block.keep != "none":
-            self.last = store(x, block)
-            if not block.detach or not block.clone:
+    # --- stored
+
+    def _store(self, x: Any) -> None:
+        """Store what a call gave, count the call, and end the forward if it was the last wanted."""
+        scope, options = self.scope, self.options
+        if options.keep != "none":
+            self.last = to_store(x, scope)
+            if not options.detach or not options.clone:
                 self.version = version_of(self.last)
         if is_compiling():
-            self.why = TRACED
-            if block.keep == "all":
-                raise HookError(f'{block.who}: compiled code lists no calls. Use keep="last".')
+            self.why = "it ran in a compiled graph, which counts no calls"
+            if options.keep == "all":
+                raise HookError(f'{options.who}: compiled code lists no calls. Use keep="last".')
             return
         self.n_calls += 1
-        if block.keep == "all":
+        if options.keep == "all":
             self.all = self.all or []
             self.all.append(self.last)
-        if block.waiting is not None:
-            block.waiting.discard(id(self))
-            if not block.waiting:  # one pass only: later ones are complete
-                block.waiting = None
-                raise StopForward(block)
-        elif block.stop and not block.depth and not block.warned:
-            block.warned = True
+        if scope.waiting is not None:
+            scope.waiting.discard(id(self))
+            if not scope.waiting:  # one pass only: later ones are complete
+                scope.waiting = None
+                raise StopForward(scope)
+        elif options.stop and not scope.depth and not scope.warned:
+            scope.warned = True
             warn(
-                f"{block.who}: stop=True ends a forward inside of a `with` only, so this one runs "
-                "to its end. Write `with h:` around the model.",
+                f"{options.who}: stop=True ends a forward inside of a `with` only, so this one "
+                "runs to its end. Write `with h:` around the model.",
                 NeverFiredWarning,
             )
 
-    def _expects(self, tensors: list[Tensor]) -> bool:
-        """Whether gradients of this call, which gave or took `tensors`, are to come; counts it."""
-        block = self.switch
-        if not is_compiling() and is_tracing():
+    def _count_for_grads(self, tensors: list[Tensor]) -> bool:
+        """Count a call that gave (or took) `tensors`; return True if one will get a gradient."""
+        options, call = self.options, call_kind()
+        if call != "compiled" and is_tracing():
             self.why = self.why or "torch.jit.trace ran it, where no gradient is hooked"
             return False
-        again = not is_compiling() and graph_task() != -1
-        if not again and not block.edit and not is_compiling():
+        if call == "first" and not options.edit:
             self.n_calls += 1
-            if block.keep == "all":
+            if options.keep == "all":
                 self.all = self.all or []
                 self.all.append((None,) * len(tensors))
-        if not (is_grad_enabled() and any(t.requires_grad for t in tensors)):
-            self.why = self.why or _without_gradient(tensors, block.kind)
+        if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+            self.why = self.why or _no_gradient(tensors, options.kind)
             return False
-        if again and block.keep == "all" and self.n_calls > 1:
+        if call == "recomputed" and options.keep == "all" and self.n_calls > 1:
             self.why = 'a checkpoint with use_reentrant=True ran its calls again; use keep="last"'
             self.last = None  # it would be an earlier call's
             return False
-        self.why = "no gradient arrived inside the block" if block.edit else ""
+        self.why = "no gradient arrived inside the block" if options.edit else ""
         return True
 
-    # The graph holds these functions, so they hold the hook weakly: Python's garbage collector
-    # finds no reference cycle that goes through the graph.
+    # The autograd graph keeps the two functions below alive. They hold the hook weakly, because
+    # Python's garbage collector finds no reference cycle that goes through the graph.
 
-    def _store_grads(self, part: Any) -> Receive:
-        """Return the function that receives the gradients of `part`, of this call.
+    def _grad_receiver(self, part: Any) -> Receive:
+        """Return the function that stores the gradients of `part`, of this call.
 
-        `last` keeps those of the latest call; a new backward pass begins a new tuple.
+        `last` keeps those of the latest call; a new backward pass starts a new tuple.
         """
         hook, n = ref(self), len(leaves(part))
         # A checkpoint that runs several calls again gives all of them the same number, and their
         # gradients arrive from the last call to the first: the first one to arrive is stored.
         again = -1 if is_compiling() else graph_task()
-        source = (self.n_cleared, self.n_calls, again)
+        source = (self.scope.n_entered, self.n_calls, again)
         task, grads = -1, list[Tensor | None]()
 
         def receive(i: int, grad: Tensor) -> None:
             nonlocal task, grads
             h = hook()
-            if h is None or not h.registered or not h.switch.on:
+            if h is None or not h.registered or not h.scope.on:
                 return
             if not grads or task != graph_task():
                 task, grads = graph_task(), [None] * n
             try:
-                grads[i] = store(grad, h.switch)
+                grads[i] = to_store(grad, h.scope)
             except RuntimeError as e:
                 if "Batching rule" not in str(e):
                     raise
                 raise HookError(
-                    f"{h.switch.who} on {h.label}: several backward passes run as one (with "
+                    f"{h.options.who} on {h.label}: several backward passes run as one (with "
                     "is_grads_batched=True, or vectorize=True of a Jacobian), and PyTorch cannot "
                     "take their gradients apart. Run them one by one, or without the hook."
                 ) from e
-            if source > h.source or (source == h.source and (again < 0 or source is h.source)):
-                h.last, h.source = tuple(grads), source
-            if h.all is not None and source[0] == h.n_cleared:
+            latest = h.grads_of
+            if source > latest or (source == latest and (again < 0 or source is latest)):
+                h.last, h.grads_of = tuple(grads), source
+            if h.all is not None and source[0] == h.scope.n_entered:
                 h.all[source[1] - 1] = tuple(grads)
 
         return receive
 
-    def _edit_grad(self, module: nn.Module) -> Receive:
-        """What replaces each gradient by what the user's function returns for it."""
+    def _grad_editor(self, module: nn.Module) -> Receive:
+        """Return the function that replaces each gradient by the result of the user's function."""
         hook, owner = ref(self), ref(module)
 
         def receive(i: int, grad: Tensor) -> Any:
             h, m = hook(), owner()
-            if h is None or m is None or not h.registered or not h.switch.on:
+            if h is None or m is None or not h.registered or not h.scope.on:
                 return None
             new: Any = h._call(m, grad)
             if not torch.compiler.is_compiling():
@@ -420,12 +435,7 @@ class Hook(HookEntry, Registered):
 
         return receive
 
-    # -- what is read -------------------------------------------------------------------------
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The hooked module, or None if it is gone."""
-        return self._module()
+    # --- read
 
     @property
     def stored(self) -> Any:
@@ -434,82 +444,94 @@ class Hook(HookEntry, Registered):
         Waits for a copy from CUDA, warns of a live tensor that was written in place since, and with
         `gather` joins the ranks (all of them have to read it, equally often).
         """
-        value = self._own()
-        if self.switch.gather:
+        value = self._stored_here()
+        if self.options.gather:
             value = ranks.gather([value], [f"what is stored of {self.label}"])[0]
         return value
 
-    def _own(self) -> Any:
-        """What this rank stored."""
-        wait_for(self.switch)
+    def _stored_here(self) -> Any:
+        """Return what this rank stored in the last call."""
+        wait_for(self.scope.pending)
         if self.last is None:
             self._warn_if_compiled()
-        elif self.version != -1 and self._is_live() and version_of(self.last) != self.version:
+        elif self.version != -1 and self._was_overwritten():
             self.version = -1
             warn(
-                f"{self.switch.who}: what is stored of {self.label} was overwritten in place after "
-                "it was stored (a layer with inplace=True, or an operation such as `+=`), so this "
-                "is not what the layer gave. Store a copy: Hook(m, torch.clone, detach=False).",
+                f"{self.options.who}: what is stored of {self.label} was overwritten in place "
+                "after it was stored (a layer with inplace=True, or an operation such as `+=`), so "
+                "this is not what the layer gave. Store a copy: Hook(m, torch.clone, "
+                "detach=False).",
                 OverwrittenWarning,
             )
-        self.last = settled(self.last)
+        self.last = out_of_inference(self.last)
         return self.last
 
-    def _is_live(self) -> bool:
-        """Whether the tensors of the model themselves are stored."""
-        block = self.switch
-        return not block.kind.endswith("grad") and not (block.detach and block.clone)
+    def _was_overwritten(self) -> bool:
+        """Return True if a live tensor that is stored was written in place since."""
+        options = self.options
+        live = not options.kind.endswith("grad") and not (options.detach and options.clone)
+        return live and version_of(self.last) != self.version
 
     @property
-    def calls(self) -> L:
+    def calls(self) -> Values:
         """What each call stored, in the order of the forward calls; needs `keep="all"`."""
-        if self.switch.keep != "all":
+        options = self.options
+        if options.keep != "all":
             raise OptionError(
-                f'{self.switch.who}: .calls of {self.label} needs keep="all", and it has '
-                f'keep="{self.switch.keep}". Make the hook with keep="all".'
+                f'{options.who}: .calls of {self.label} needs keep="all", and it has '
+                f'keep="{options.keep}". Make the hook with keep="all".'
             )
-        wait_for(self.switch)
-        values = settled(self.all or [])
-        if self.switch.gather:
+        wait_for(self.scope.pending)
+        values = out_of_inference(self.all or [])
+        if options.gather:
             names = [f"what is stored of {self.label} in call {i}" for i in range(len(values))]
             values = ranks.gather(values, names)
         return Values(values)
 
     def _warn_if_compiled(self) -> None:
-        """Warns once that compiled code may be why a hook that stays has seen nothing."""
-        block = self.switch
-        if block.depth or block.warned or not self.registered or self.n_calls or self.why:
+        """Warn once if compiled code may be why a hook that stays has seen nothing."""
+        scope = self.scope
+        if scope.depth or scope.warned or not self.registered or self.n_calls or self.why:
             return
         if not has_compiled() or self.module is None:
             return
-        block.warned = True
+        scope.warned = True
         warn(
-            f"{block.who}: the hook on {self.label} has seen no call. If it is part of a compiled "
-            "model that had run before: torch.compile ignores hooks that are added after the first "
-            "call, of this model or of another of its class. Add the hook before that call, use it "
-            "in a `with` block, or call torch.compiler.reset().",
+            f"{self.options.who}: the hook on {self.label} has seen no call. If it is part of a "
+            "compiled model that had run before: torch.compile ignores hooks that are added after "
+            "the first call, of this model or of another of its class. Add the hook before that "
+            "call, use it in a `with` block, or call torch.compiler.reset().",
             CompiledWarning,
         )
 
-    if not TYPE_CHECKING:  # a checker shall see a misspelt name
-
-        def __getattr__(self, name: str) -> Any:
-            """Only for a name that is not there: what somebody looks for in the tensor."""
-            own = {n for n in dir(type(self)) if n[0] != "_"}.difference(HookEntry.__slots__)
-            has = hasattr(self.last, name)
-            near = "" if has else "".join(f"nearest: .{n}; " for n in nearest(name, own, n=1))
-            cure = f"{near}what it stored is in .stored. Write .stored{f'.{name}' if has else ''}."
-            raise AttributeError(f"a Hook has no {name!r}: {cure}", name=name, obj=self)
-
     @property
     def fired(self) -> bool:
-        """Whether it has stored something, or seen a call that stores nothing."""
-        block = self.switch
+        """True if it has stored something, or seen a call that stores nothing."""
         if self.last is not None:
             return True
-        if block.kind.endswith("grad") and not block.edit:
+        if self.options.kind.endswith("grad") and not self.options.edit:
             return False  # it counts forward calls
         return self.n_calls > 0 and self.why != NOT_WANTED
+
+    def _silent_reason(self) -> str:
+        """Return why it has recorded no call, as far as that is known."""
+        module = self.module
+        if module is None:
+            return "the module is gone"
+        if isinstance(module, _CONTAINERS):
+            return f"a {type(module).__name__} is never called itself; hook the modules inside it"
+        if self.why:
+            return self.why
+        if self.n_calls:
+            return NO_BACKWARD
+        if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+            return "MultiheadAttention uses its weights without calling it; hook the attention"
+        return "not called, or it raised an error (module.forward(x) runs no hooks, module(x) does)"
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The hooked module, or None if it is gone."""
+        return self._module()
 
     @property
     def label(self) -> str:
@@ -521,97 +543,105 @@ class Hook(HookEntry, Registered):
 
     def __repr__(self) -> str:
         seen = "1 call" if self.n_calls == 1 else f"{self.n_calls} calls"
-        held = f", stored {text}" if (text := self._held()) else ""
+        held = f", stored {text}" if (text := self._stored_in_words()) else ""
         return f"Hook({self.label}, {seen}{held}{', removed' if self.removed else ''})"
 
-    def _held(self) -> str:
-        """What is stored, in words; not of gradients, which are filled in later."""
-        grads = self.switch.kind.endswith("grad")
+    def _stored_in_words(self) -> str:
+        """Return what is stored, in words; not of gradients, which are filled in later."""
+        grads = self.options.kind.endswith("grad")
         return "" if self.last is None or grads else describe(self.last)
 
-    # fastai's names
+    if not TYPE_CHECKING:  # a checker shall see a misspelt name
 
-    @property
-    def hook_func(self) -> Callable[..., Any] | None:
-        """The function it was made with; None stores what the module gives."""
-        func = self.switch.func
-        return func.f if isinstance(func, OfLast) else func
+        def __getattr__(self, name: str) -> Any:
+            """Raise for a name that is not there: often one of the stored tensor is meant."""
+            last = vars(self).get("last")
+            has = hasattr(last, name)
+            own = {n for n in dir(type(self)) if n[0] != "_"}
+            near = "" if has else "".join(f"nearest: .{n}; " for n in nearest(name, own, n=1))
+            cure = f"{near}what it stored is in .stored. Write .stored{f'.{name}' if has else ''}."
+            raise AttributeError(f"a Hook has no {name!r}: {cure}", name=name, obj=self)
 
-    @property
-    def detach(self) -> bool:
-        """Whether what is stored is detached."""
-        return self.switch.detach
-
-    @property
-    def cpu(self) -> bool:
-        """Whether what is stored is moved to the CPU."""
-        return self.switch.cpu
-
-    @property
-    def gather(self) -> bool:
-        """Whether reading `stored` joins the ranks."""
-        return self.switch.gather
+    # --- read: fastai's names
 
     @property
     def hook(self) -> Self:
         """Itself: what fastai's Hook keeps here is the handle, with `remove()`."""
         return self
 
-    def hook_fn(self, m: nn.Module, i: Any, o: Any) -> Any:
-        """Calls `hook_func(m, i, o)` as PyTorch does, and stores what it returns.
+    @property
+    def hook_func(self) -> Callable[..., Any] | None:
+        """The function it was made with; None stores what the module gives."""
+        func = self.options.func
+        return func.f if isinstance(func, OfLast) else func
 
-        >>> import torch
-        >>> m, x = nn.Linear(2, 3), torch.zeros(4, 2)
-        >>> h = Hook(m, lambda m, i, o: o.shape)
-        >>> h.remove(); h.hook_fn(m, (x,), m(x)); h.stored
-        torch.Size([4, 3])
-        """
-        args, kwargs = i if isinstance(i, tuple) else (i,), getattr(i, "kwargs", {})
-        if self.switch.kind in ("forward", "pre"):
-            return self._forward(m, args, kwargs, o)
-        return self._backward(m, i, i if self.switch.kind == "pre_grad" else o)
+    @property
+    def detach(self) -> bool:
+        """Whether what is stored is detached."""
+        return self.options.detach
+
+    @property
+    def cpu(self) -> bool:
+        """Whether what is stored is moved to the CPU."""
+        return self.options.cpu
+
+    @property
+    def gather(self) -> bool:
+        """Whether reading `stored` joins the ranks."""
+        return self.options.gather
+
+    # --- removed
+
+    @property
+    def removed(self) -> bool:
+        """True while it is not registered."""
+        return not self.registered
+
+    def remove(self) -> None:
+        """Remove it from its module; what was stored stays. Can be repeated."""
+        try:
+            if self.options.edit:
+                self._warn_if_compiled()
+        finally:
+            self.scope.unregister((self,))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> bool:
+        return self.scope.exit((self,), e)
 
     def __reduce__(self) -> Any:
         return _inert, ()
 
 
-def kind_of(who: str, is_forward: bool, pre: bool) -> str:
-    """The kind of hook that `is_forward` and `pre` mean."""
-    pre = check_flag(who, "pre", pre)
-    is_forward = check_flag(who, "is_forward", is_forward)
-    if pre and not is_forward:
-        raise OptionError(
-            f"{who}: pre=True is for forward hooks, and is_forward=False makes a backward one. "
-            "Use hook_input(module, grad=True) for the gradients of inputs."
-        )
-    return "pre" if pre else "forward" if is_forward else "backward"
+def hook_of(m: Any, scope: HookScope, name: str | None = None, leaf: str = "") -> Hook:
+    """Return a `Hook` with the options of `scope`, which is not registered yet.
+
+    Args:
+        m: a module, or what stands for one, such as a `FunctionCall`.
+    """
+    hook = Hook.__new__(Hook)
+    hook._init(m, scope, name, leaf)
+    return hook
 
 
-def _gone() -> None:
+def _no_module() -> None:
     return None
 
 
 def _inert() -> Hook:
-    """What a copy or a pickle of a hook is: on no module."""
-    hook = Hook.__new__(Hook)
-    hook._set(None, Block(), None, "")
-    return hook
+    """Return what a copy or a pickle of a hook is: a hook on no module."""
+    return hook_of(None, HookScope(HookOptions()))
 
 
-def _without_gradient(tensors: list[Tensor], kind: str) -> str:
-    """Why there will be no gradient of a call that gave, or took, `tensors`."""
+def _no_gradient(tensors: list[Tensor], kind: str) -> str:
+    """Return why there will be no gradient of a call that gave, or took, `tensors`."""
     if not tensors:
         return "hookkit finds no tensor there; hook a layer inside it, or one that gives tensors"
-    if is_grad_enabled():
+    if torch.is_grad_enabled():
         what = "inputs" if kind == "pre_grad" else "outputs"
         return f"none of its {what} requires a gradient (its parameters and inputs are frozen)"
     return (
         "it ran with gradients switched off (no_grad, inference_mode, or a checkpoint with "
         "use_reentrant=True)"
     )
-
-
-def wait_for(block: Block) -> None:
-    """Waits for copies to the CPU that are on their way."""
-    while block.pending:
-        torch.accelerator.synchronize(block.pending.pop())  # sync: once for each device

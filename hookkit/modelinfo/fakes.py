@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from hookkit.errors import ModelRunError
-from hookkit.hooks.attach import HookEntry
+from hookkit.hooks import Hook
+from hookkit.hooks.attach import AttachedFunction
 from hookkit.modelinfo.tracer import Saved
 from hookkit.modelinfo.tree import Tree
 
@@ -50,7 +51,7 @@ def may_run_fake(tree: Tree) -> bool:
 
 def _is_harmless(hook: Any) -> bool:
     """Whether `hook` is one of PyTorch's own, or is off in the run, as it only observes."""
-    if isinstance(hook, HookEntry):
+    if isinstance(hook, (Hook, AttachedFunction)):
         return hook.observes
     home: str = getattr(hook, "__module__", None) or type(hook).__module__
     return home.split(".")[0] == "torch"

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 # lets a copy be made of a real tensor while the model runs on fake ones.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from hookkit.hooks.attach import HookEntry
+from hookkit.hooks import Hook
+from hookkit.hooks.attach import AttachedFunction
 from hookkit.hooks.eager import layer_by_layer
 from hookkit.modelinfo.tree import Tree, storage_of
 from hookkit.nested import PLAIN, Inputs, leaves, tmap
@@ -96,11 +97,11 @@ def untouched(
         for m in tree.scripted:
             undo.callback(setattr, m, "training", m.training)
         undo.callback(attributes.restore)
-        for table in (
-            () if observers else [vars(m).get(name, {}) for m in modules for name in _HOOKS]
-        ):
-            for key in [k for k, h in table.items() if isinstance(h, HookEntry) and h.observes]:
-                del table[key]
+        for module in () if observers else modules:
+            for table in [vars(module).get(name, {}) for name in _HOOKS]:
+                for key, hook in [*table.items()]:
+                    if isinstance(hook, (Hook, AttachedFunction)) and hook.observes:
+                        del table[key]
         if not params:
             undo.enter_context(layer_by_layer(always=True))  # compiled code would hide writes
             if watch:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookkit.hooks.attach import in_thread, is_exporting
+from hookkit.hooks.attach import in_thread
+from hookkit.hooks.calls import is_exporting
 
 _ids = itertools.count()
 _receivers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

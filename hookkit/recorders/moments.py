@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hookkit.devices import widest_float
-from hookkit.hooks.snapshot import is_transformed
+from hookkit.hooks.values import is_transformed
 
 FIELDS = ("calls", "n", "mean", "m2", "min", "max", "near", "zero", "bad")
 EMPTY = (0.0, 0.0, 0.0, 0.0, math.inf, -math.inf, 0.0, 0.0, 0.0)

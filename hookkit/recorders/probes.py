@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from hookkit.devices import widest_float
-from hookkit.hooks.snapshot import is_transforming
+from hookkit.hooks.values import is_transforming
 from hookkit.nested import leaves
 from hookkit.recorders.kept_gradients import KeptGradients
 from hookkit.recorders.loss_graph import FOUND, is_found, loss_facts

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from hookkit.devices import to_host_async
-from hookkit.hooks.snapshot import is_transforming
+from hookkit.hooks.values import is_transforming
 from hookkit.nested import leaves
 from hookkit.recorders import step_recorder, triton_rows, unit_stats as units
 from hookkit.recorders.bins import LogBins, RangeBins, count, narrowed_tensor, sample_of

@@ -1,4 +1,4 @@
-"""The functions that make hooks which store: of outputs, inputs, and the gradients of both."""
+"""`hook_output(s)` and `hook_input(s)`: capture values, or their gradients, of modules."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import nn
 
 from hookkit.checks import check_flag
 from hookkit.hooks.attach import check_hookable
-from hookkit.hooks.block import BY_NAME, Block
-from hookkit.hooks.collection import Hooks, Modules
-from hookkit.hooks.hook import Hook
+from hookkit.hooks.collection import Hooks, Modules, hooks_of, named_modules_of, require_modules
+from hookkit.hooks.hook import Hook, hook_of
+from hookkit.hooks.options import BY_NAME, HookOptions, HookScope
 
 
 def hook_output(
@@ -25,7 +25,7 @@ def hook_output(
     stop: bool = False,
     prepend: bool = False,
 ) -> Hook:
-    """A `Hook` that stores what `module` returns, or with `grad=True` the gradient of that.
+    """Store what `module` returns, or with `grad=True` the gradient of that, in a `Hook`.
 
     `stored` has the structure of the output: tuples, lists, dicts, deques and dataclasses, with
     copies of the tensors. Another object that holds tensors (a KV cache, a set) is stored as it is.
@@ -68,8 +68,8 @@ def hook_output(
     (True, False, tensor([1., 1., 1.]))
     """
     kind = _kind("hook_output", "forward", grad)
-    options: Any = {"keep": keep, "clone": clone, "stop": stop, "prepend": prepend}
-    return _registered(module, Block("hook_output", kind, None, detach, cpu, gather, **options))
+    more: Any = {"keep": keep, "clone": clone, "stop": stop, "prepend": prepend}
+    return _hook(module, HookOptions("hook_output", kind, None, detach, cpu, gather, **more))
 
 
 def hook_outputs(
@@ -84,7 +84,7 @@ def hook_outputs(
     stop: bool = False,
     prepend: bool = False,
 ) -> Hooks:
-    """`Hooks` that store what each of `modules` returns, or the gradients, as `hook_output`.
+    """Store what each of `modules` returns, or the gradients of that, in `Hooks`.
 
     Args:
         modules: any number of modules. A Sequential stands for its children, as in fastai. Of what
@@ -102,8 +102,10 @@ def hook_outputs(
     [(4, 10), (4, 10), (4, 3)]
     """
     kind = _kind("hook_outputs", "forward", grad)
-    options: Any = {"keep": keep, "clone": clone, "stop": stop, "prepend": prepend}
-    return Hooks.made(modules, Block("hook_outputs", kind, None, detach, cpu, gather, **options))
+    more: Any = {"keep": keep, "clone": clone, "stop": stop, "prepend": prepend}
+    options = HookOptions("hook_outputs", kind, None, detach, cpu, gather, **more)
+    named = require_modules(named_modules_of(modules, "hook_outputs"), "hook_outputs")
+    return hooks_of(named, options, modules)
 
 
 def hook_input(
@@ -118,7 +120,7 @@ def hook_input(
     stop: bool = False,
     prepend: bool = False,
 ) -> Hook:
-    """A `Hook` that stores what `module` is called with, as `Inputs`, before it can change it.
+    """Store what `module` is called with, as `Inputs`, before the module can change it.
 
     With `grad=True` the gradients of that: a tuple with one entry for each tensor among the
     positional inputs and then the keyword inputs, None where none arrived. Each comes to the module
@@ -145,8 +147,8 @@ def hook_input(
     torch.Size([4, 5])
     """
     kind = _kind("hook_input", "pre", grad)
-    options: Any = {"keep": keep, "clone": clone, "stop": stop, "prepend": prepend}
-    return _registered(module, Block("hook_input", kind, None, detach, cpu, gather, **options))
+    more: Any = {"keep": keep, "clone": clone, "stop": stop, "prepend": prepend}
+    return _hook(module, HookOptions("hook_input", kind, None, detach, cpu, gather, **more))
 
 
 def hook_inputs(
@@ -161,7 +163,7 @@ def hook_inputs(
     stop: bool = False,
     prepend: bool = False,
 ) -> Hooks:
-    """`Hooks` that store what each of `modules` is called with, as `hook_input`.
+    """Store what each of `modules` is called with, or the gradients of that, in `Hooks`.
 
     Args:
         modules, detach, cpu, grad, gather, keep, clone, stop, prepend: as for `hook_outputs`.
@@ -177,19 +179,21 @@ def hook_inputs(
     [(4, 5), (4, 10)]
     """
     kind = _kind("hook_inputs", "pre", grad)
-    options: Any = {"keep": keep, "clone": clone, "stop": stop, "prepend": prepend}
-    return Hooks.made(modules, Block("hook_inputs", kind, None, detach, cpu, gather, **options))
+    more: Any = {"keep": keep, "clone": clone, "stop": stop, "prepend": prepend}
+    options = HookOptions("hook_inputs", kind, None, detach, cpu, gather, **more)
+    named = require_modules(named_modules_of(modules, "hook_inputs"), "hook_inputs")
+    return hooks_of(named, options, modules)
 
 
 def _kind(who: str, kind: str, grad: bool) -> str:
-    """The kind of hook for values, or with `grad` for their gradients."""
+    """Return the kind of hook for values, or with `grad` the one for their gradients."""
     if grad is False or not check_flag(who, "grad", grad, BY_NAME):
         return kind
     return "pre_grad" if kind == "pre" else "grad"
 
 
-def _registered(module: nn.Module, block: Block) -> Hook:
-    check_hookable(module, block.who)
-    hook = Hook.of(module, block)
+def _hook(module: nn.Module, options: HookOptions) -> Hook:
+    check_hookable(module, options.who)
+    hook = hook_of(module, HookScope(options))
     hook.register()
     return hook

@@ -1,0 +1,221 @@
+"""Values on their way between a module and a hook: a part of one, a copy to store, a replacement.
+
+A stored tensor is a snapshot, which later in-place operations cannot change. On the CPU that is
+torch's lazy clone (copy-on-write, 0.5 µs whatever the size), elsewhere a clone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from fastcore.foundation import L
+from torch import Tensor, nn
+
+from hookkit.errors import HookError
+from hookkit.nested import Inputs, describe, leaves, named_leaves, pick, tmap
+
+if TYPE_CHECKING:
+    from hookkit.hooks.hook import Hook
+    from hookkit.hooks.options import HookScope
+
+# Private: `torch._lazy_clone` copies a tensor on its first write (copy-on-write, CPU, since 2.2).
+# Without it each snapshot is a full copy.
+lazy_clone: Callable[[Tensor], Tensor] = getattr(torch, "_lazy_clone", Tensor.clone)
+# Private: `torch._C._set_grad_enabled`, which torch.set_grad_enabled calls (since 1.0). The public
+# context managers cost ten times as much, at each captured layer; they are the fallback.
+set_grad_enabled: Callable[[bool], Any] = getattr(
+    torch._C, "_set_grad_enabled", torch.set_grad_enabled
+)
+# Private: whether a transform of torch.func (vmap, grad) is active (since 2.0). Without it
+# recorders treat its tensors as plain ones.
+is_transforming: Callable[[], bool] = getattr(
+    torch._C, "_are_functorch_transforms_active", lambda: False
+)
+# Private: whether torch.func has wrapped a tensor (since 2.0). Without it such tensors are taken as
+# they are.
+is_transformed: Callable[[Tensor], bool] = getattr(
+    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda t: False
+)
+is_grad_enabled = torch.is_grad_enabled
+_ORDINARY = (Tensor, nn.Parameter)
+
+
+# --- a part
+
+
+def part_at(x: Any, path: str, who: str, label: Any) -> Any:
+    """Return the part of `x` at `path`, such as `[0]`; all of it if there is no path.
+
+    Args:
+        who: the public function that was called, for the message.
+        label: the name of what gave `x`, or a function that returns the name.
+
+    Raises:
+        HookError: there is nothing at `path`.
+
+    >>> part_at({"a": (1, 2)}, "['a'][1]", "Hook", "Linear")
+    2
+    """
+    try:
+        return pick(x, path)
+    except (LookupError, AttributeError, TypeError, ValueError):
+        paths = ", ".join([p for p, _ in named_leaves(x) if p][:6])
+        raise HookError(
+            f"{who}: {label() if callable(label) else label} has nothing at {path}; there is "
+            f"{describe(x)}. Select a path that is there: {paths or 'it needs none'}."
+        ) from None
+
+
+# --- a copy to store
+
+
+def snapshot(t: Tensor) -> Tensor:
+    """Return a detached copy of `t` that no later in-place operation on `t` can change.
+
+    A lazy clone where torch can make one. `t` gets new memory at its next in-place operation then,
+    so its memory must be nobody else's: `Tensor.numpy()` marks memory that an array shares as not
+    resizable, and torch refuses lazy clones of memory that it has not allocated itself. A `t` that
+    is a part of larger memory is cloned, as a lazy clone would keep all of it. Not for compiled
+    code.
+    """
+    if type(t) in _ORDINARY:
+        try:
+            memory = t.untyped_storage()
+            lazy = t.is_cpu and memory.resizable() and memory.nbytes() <= t.nbytes
+            # torch 2.13 crashes on reading a lazy clone of a quantized tensor
+            if lazy and not t.is_quantized:
+                if not is_grad_enabled():
+                    return lazy_clone(t)
+                try:
+                    set_grad_enabled(False)  # half the cost of t.detach(), and one tensor less
+                    return lazy_clone(t)
+                finally:
+                    set_grad_enabled(True)
+        except (RuntimeError, NotImplementedError):  # sparse, torch.func, shared with processes
+            pass
+    return t.detach().clone()
+
+
+def to_store(x: Any, scope: HookScope) -> Any:
+    """Return `x` as the options ask to store it: its tensors copied, everything else as it is."""
+    options = scope.options
+
+    def one(t: Tensor) -> Tensor:
+        if options.cpu and t.device.type not in ("cpu", "meta"):
+            return _to_cpu(t.detach() if options.detach else t, scope.pending)
+        if not options.detach:
+            return t
+        if not options.clone:
+            return t.detach()
+        return t.detach().clone() if torch.compiler.is_compiling() else snapshot(t)
+
+    if type(x) is Tensor:
+        return one(x)
+    return tmap(one, x, fresh=True)  # the model may change its own lists and dicts
+
+
+def _to_cpu(t: Tensor, pending: set[torch.device]) -> Tensor:
+    """Return a copy on the CPU; from CUDA it is on its way, and `wait_for` waits for it."""
+    if not t.is_cuda or t.requires_grad or t.layout is not torch.strided or t.is_nested:
+        return t.cpu()
+    pending.add(t.device)
+    host = torch.empty_like(t, device="cpu", pin_memory=True)
+    return host.copy_(t, non_blocking=True)
+
+
+def wait_for(pending: set[torch.device]) -> None:
+    """Wait for the copies that are on their way from these devices; empties the set."""
+    while pending:
+        torch.accelerator.synchronize(pending.pop())  # sync: once for each device
+
+
+def out_of_inference(x: Any) -> Any:
+    """Return `x` with copies of tensors that were made in an inference mode which is over.
+
+    Autograd refuses such tensors outside of the mode.
+    """
+    if torch.is_inference_mode_enabled():
+        return x
+    return tmap(lambda t: t.clone() if t.is_inference() else t, x)
+
+
+def version_of(x: Any) -> int:
+    """Return how often the tensors in `x` were written in place; -1 where that is not known."""
+    tensors = [x] if type(x) is Tensor else leaves(x)
+    if torch.compiler.is_compiling() or any(t.is_inference() for t in tensors):
+        return -1
+    # Private: `Tensor._version` (since before 2.0); no public name. Inference tensors have none.
+    return sum([t._version for t in tensors])
+
+
+class Values(L, list[Any]):  # type: ignore[misc]
+    """An `L` that is a list: PyTorch takes no other sequence of tensors (`torch.stack`).
+
+    The values are the list's own; `items`, which all methods of `L` read, is a copy.
+    """
+
+    def __init__(self, items: Any = (), **_: Any) -> None:
+        list.__init__(self, items)
+
+    def __getitem__(self, at: Any) -> Any:
+        found = L.__getitem__(self, at)
+        return Values(found) if type(found) is L else found  # a slice, in fastcore up to 2.1
+
+    @property
+    def items(self) -> list[Any]:
+        """The values as a plain list."""
+        return list.copy(self)
+
+    __len__, __iter__ = list.__len__, list.__iter__
+    __setitem__, __delitem__ = list.__setitem__, list.__delitem__
+
+
+# --- a replacement
+
+
+def check_same(hook: Hook, old: Any, new: Any) -> None:
+    """Raise unless `new`, the replacement of `old`, has its tensors at the same places."""
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return
+    paths = [path for path, _ in named_leaves(old)]
+    same = type(old) is type(new)
+    if paths and not (same and paths == [path for path, _ in named_leaves(new)]):
+        raise HookError(
+            f"{hook.options.who} on {hook.label}: the replacement is {_described(new)}, the layer "
+            f"gave {_described(old)}. Return the same structure, or None to leave it."
+        )
+
+
+def check_grad(hook: Hook, grad: Tensor, new: Any) -> None:
+    """Raise unless `new`, the replacement of a gradient, has its shape."""
+    if not isinstance(new, Tensor) or new.shape != grad.shape:
+        raise HookError(
+            f"{hook.options.who} on {hook.label}: the replacement is {_described(new)}, the "
+            f"gradient is {describe(grad)}. Return a tensor of that shape, or None."
+        )
+
+
+def new_inputs(hook: Hook, inputs: Inputs, new: Any) -> tuple[tuple[Any, ...], Any]:
+    """Return the positional and keyword inputs that `new` stands for, in the place of `inputs`.
+
+    Raises:
+        HookError: `new` has another number of positional inputs.
+    """
+    if isinstance(new, Inputs):
+        return tuple(new), new.kwargs
+    values = new if type(new) is tuple else (new,)  # a PackedSequence is one value
+    if len(values) != len(inputs):
+        raise HookError(
+            f"{hook.options.who} on {hook.label}: {len(values)} positional inputs were returned, "
+            f"the layer was called with {describe(inputs)}. Return as many, or Inputs(args, "
+            "kwargs) for all."
+        )
+    return values, inputs.kwargs
+
+
+def _described(x: Any) -> str:
+    """Return `x` in words that begin with its type."""
+    name, text = type(x).__name__, describe(x)
+    return text if isinstance(x, Tensor) or text.startswith(name) else f"{name} {text}"
