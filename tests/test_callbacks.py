@@ -124,17 +124,6 @@ def test_a_cancelled_batch_has_no_part_in_the_mean_of_a_step(bad: int, steps: li
     assert [grad for _, grad in seen] == pytest.approx([-2.0] * len(steps))
 
 
-def test_a_step_that_is_put_off_by_a_batch_or_two_is_still_the_mean() -> None:
-    def cancel(cb: Any) -> None:
-        if cb.learn.iter in (3, 4):
-            raise CancelBatchException
-
-    first = Callback(before_step=cancel)
-    first.order = -1
-
-    assert steps_of([ONE] * 12, first) == [(5, pytest.approx(-2.0)), (9, -2.0), (11, -2.0)]
-
-
 @pytest.mark.parametrize(("n", "said", "steps"), [(10, 7, [2, 5, 6, 9]), (7, 9, [2, 5])])
 def test_steps_are_means_whatever_length_a_loader_says(n: int, said: int, steps: list[int]) -> None:
     class Says(list[Any]):
