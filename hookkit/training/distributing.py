@@ -58,7 +58,7 @@ def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterat
     on_cpu = not torch.accelerator.is_available()  # where several processes are one by default
     engine = accelerator or Accelerator(**{"cpu": on_cpu, **options})
     learn._needs_data("distrib_ctx")
-    _check(engine, learn.dls.loaders, options)
+    _check(engine, learn.dls.loaders)
     if learn.opt is None:
         learn.create_opt()
     plain = {name: getattr(learn, name) for name in ("model", "opt", "logger")}
@@ -81,13 +81,8 @@ def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterat
             time.sleep(0.02)
 
 
-def _check(engine: Any, loaders: list[Any], options: dict[str, Any]) -> None:
-    """An OptionError, or a warning, about what accelerate would do otherwise than expected."""
-    if options.get("fsdp_plugin") is not None and "FSDP" not in str(engine.distributed_type):
-        raise OptionError(
-            "distrib_ctx: accelerate shards over processes on devices only, and would ignore the "
-            "fsdp_plugin here. Leave it out, for DDP; or watch a loop of your own with FSDP2."
-        )
+def _check(engine: Any, loaders: list[Any]) -> None:
+    """Raise an OptionError, or warn, where accelerate would do something else than expected."""
     n = max(int(os.environ.get("WORLD_SIZE", 1)), ranks.world_size())
     if n > 1 and engine.num_processes == 1:
         raise OptionError(

@@ -1,4 +1,4 @@
-"""`Learner`: data, model, loss, optimizer and callbacks in one place, and what one does with them.
+"""`Learner`: data, model, loss, optimizer and callbacks in one place, and the loop over them.
 
 Optimizers, schedulers, loaders and distribution are torch's and accelerate's own, not wrapped.
 Names, order and defaults are fastai's (2.8).
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -568,7 +567,9 @@ class Learner(Loop, Reportable):
 
         Structures (tuples, dicts, model outputs) are joined leaf by leaf and keep their type; a
         list of strings, or of dicts, has an item for each sample. In `distrib_ctx` every rank gets
-        all tensors, in the order of the data, and each has to call; other items are its own.
+        all tensors, in the order of the data, and each has to call; other items are its own. To
+        keep batches that cannot be joined, such as outputs of several lengths, use a callback:
+        `learn.validate(cbs=Callback(after_pred=lambda cb: kept.append(cb.pred)))`.
 
         Args:
             ds_idx, dl, cbs: as in `validate`.
@@ -578,6 +579,7 @@ class Learner(Loop, Reportable):
 
         Raises:
             ModelRunError: there is no data, or no batch.
+            RuntimeError, ValueError: batches of different kinds.
         """
         dl, keep = loader_of(self, ds_idx, dl, "get_preds"), Keep(with_input, with_loss)
         with eval_pass(self, [keep, *listed(cbs)]):
@@ -585,14 +587,7 @@ class Learner(Loop, Reportable):
         self._past = [cb for cb in self._past if cb is not keep]  # or its tensors would live on
         if not keep.batches:
             raise ModelRunError(no_batches("get_preds: the loader"))
-        try:
-            return tuple(joined(list(part)) for part in zip(*keep.batches, strict=True))
-        except (RuntimeError, ValueError, IndexError, KeyError) as error:
-            error.add_note(
-                "get_preds joins batches of one kind. Keep others by a callback: "
-                "learn.validate(cbs=Callback(after_pred=lambda cb: kept.append(cb.pred)))."
-            )
-            raise
+        return tuple(joined(list(part)) for part in zip(*keep.batches, strict=True))
 
     def predict(self, item: Any) -> Any:
         """Return the model's output for one sample, on the CPU and without a batch dimension.
@@ -682,12 +677,11 @@ class Learner(Loop, Reportable):
                     f"{sorted(theirs - own)}, and this one is {type(self.opt).__name__}. Use "
                     f"learn.load(…, with_opt=False), or give the Learner the same opt_func."
                 )
-        load = (
-            partial(ranks.load_whole_state, model)
-            if ranks.is_sharded(model)
-            else model.load_state_dict
-        )
-        load(state.get("model", state), strict=strict)
+        weights = state.get("model", state)
+        if ranks.is_sharded(model):
+            ranks.load_whole_state(model, weights, strict)
+        else:
+            model.load_state_dict(weights, strict=strict)
         if opt_state is not None:
             settings = settings_of(self.opt)
             self.opt.load_state_dict(opt_state)
@@ -703,13 +697,13 @@ class Learner(Loop, Reportable):
     # --- processes
 
     def distrib_ctx(self, accelerator: Any = None, **options: Any) -> Any:
-        """The Learner over all processes that `accelerate launch` or `torchrun` started.
+        """Train, inside the `with`, over processes that `accelerate launch` or `torchrun` started.
 
-        Inside the `with`, model, optimizer and loaders are accelerate's: DDP, FSDP2 on devices,
-        mixed precision, gradient accumulation, as `accelerate.Accelerator(**options)` says.
-        Afterwards they are the plain ones again; a model that FSDP2 has sharded stays sharded. A
-        single process works too. Without a GPU it takes the CPUs. Validation, `get_preds` and
-        records are over all ranks: each of them has to call.
+        Model, optimizer and loaders are accelerate's there: DDP, FSDP2 on devices, mixed precision,
+        gradient accumulation, as `accelerate.Accelerator(**options)` says. Afterwards they are the
+        plain ones again; a model that FSDP2 has sharded stays sharded. A single process works too,
+        and without a GPU the CPUs. Validation, `get_preds` and records are over all ranks: each
+        rank has to call.
 
         Raises:
             MissingExtraError: accelerate is not installed.
@@ -720,7 +714,7 @@ class Learner(Loop, Reportable):
     # --- reading
 
     def summary(self) -> SummaryText:
-        """The model as a table: shapes, parameters, optimizer, loss, callbacks. Changes nothing."""
+        """Return the model as a table: shapes, parameters, optimizer, loss, callbacks."""
         from hookkit.summaries import learner_summary
 
         return learner_summary(self)
@@ -740,7 +734,7 @@ class Learner(Loop, Reportable):
         return getattr(self.cbs_by_name.get("recorder"), "smooth_loss", None)
 
     def show_training_loop(self) -> PrettyString:
-        """The loop as text: every event in its place, with the callbacks that have it."""
+        """Return the loop as text: every event in its place, with the callbacks that have it."""
         lines = []
         for line in _LOOP.strip("\n").split("\n"):
             heard = [f"{e}: {list(cbs)}" for e in line.split() if (cbs := self.ordered_cbs(e))]
@@ -749,7 +743,7 @@ class Learner(Loop, Reportable):
 
     @contextmanager
     def no_logging(self) -> Iterator[Self]:
-        """The Learner without printing its log, until the end of the `with`."""
+        """Print no log, until the end of the `with`."""
         before, self.logger = self.logger, no_log
         try:
             yield self
