@@ -30,26 +30,16 @@ def test_a_value_is_a_row_or_the_table_and_a_layer_an_index_or_a_name() -> None:
     assert repr(record()) == "Record(activation: 2 layers × 3 records, steps 0–4, mean)"
 
 
-@pytest.mark.parametrize("layer", [0, "fc"])
-def test_before_anything_was_recorded_it_says_so(layer: int | str) -> None:
+def test_a_layer_or_statistic_that_was_not_recorded_gets_its_cure() -> None:
     with pytest.raises(SelectionError, match=r"nothing has been recorded yet. Train first"):
-        record(names=()).layer(layer)
-
-
-@pytest.mark.parametrize(
-    ("statistic", "kind", "cure"),
-    [
-        ("dead", "activation", 'was not recorded; "mean".*units=True'),
-        ("dead", "gradient", r"`ActivationStats\(units=True\)` records it"),
-        ("update_ratio", "activation", "ParamStats"),
-        ("median", "activation", "one of these"),
-    ],
-)
-def test_a_statistic_that_was_not_recorded_gets_its_cure(
-    statistic: str, kind: str, cure: str
-) -> None:
-    with pytest.raises(SelectionError, match=cure):
-        replace(record(), kind=kind).value(statistic)
+        record(names=()).layer("fc")
+    with pytest.raises(SelectionError, match='no recorded layer is called "fd"'):
+        record().layer("fd")
+    with pytest.raises(SelectionError, match="Use an index from -2 to 1"):
+        record().layer(2)
+    for statistic, cure in {"dead": "units=True", "lr": "ParamStats", "x": "one of these"}.items():
+        with pytest.raises(SelectionError, match=f'was not recorded; "mean" were.*{cure}'):
+            record().value(statistic)
 
 
 SHAPE = r".* has the shape .*\. Give it the shape"
@@ -112,6 +102,9 @@ def test_arrays_cannot_be_written_to_and_those_they_were_made_of_can() -> None:
         with pytest.raises(ValueError, match="read-only"):
             array[...] = 7
     means[:] = 2
+    copy = made.value("mean").copy()
+    copy[:] = 3
+    assert (made.value("mean") == 2).all()
 
 
 def test_what_a_recorder_hands_out_cannot_change_what_it_hands_out_next() -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import logging
 import math
 import random
 import sys
@@ -90,17 +89,6 @@ class Writer:
         self.scalars.append(args)
 
 
-def test_a_writer_gets_scalars() -> None:
-    writer = Writer()
-
-    record().log_to(writer)
-
-    tag, value, step = writer.scalars[0]
-    assert (tag, step) == ("activation/mean/body.conv", 0)
-    assert value == record().value("mean", 0)[0]
-    assert len(writer.scalars) == 3 * 2 * 3 - 1  # mean, std, rms; one is NaN
-
-
 def test_tensorboard_takes_them(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
@@ -115,11 +103,9 @@ def test_tensorboard_takes_them(tmp_path: Path) -> None:
     ("target", "message"),
     [
         (object(), r"has none of add_scalar\(name, value, step\)"),
-        (logging.getLogger("x"), "Logger was given, which has none of"),
         (math, r"log\(dict, step=\)\. Give a SummaryWriter"),
-        (torch.ones(2), "has none of"),
         (SimpleNamespace(add_scalar=0, log=3), "has none of"),
-        ("runs", r'ends in \.jsonl.*pip install "hookkit\[tensorboard\]"'),
+        ("runs.csv", r'ends in \.jsonl.*pip install "hookkit\[tensorboard\]"'),
         ("wandb", r"import wandb; log_to\(wandb\)"),
     ],
 )
@@ -141,18 +127,10 @@ def test_a_tracker_that_wraps_its_method_is_taken() -> None:
     assert [each["step"] for each in got] == [0, 10, 20]
 
 
-def test_a_csv_file_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "history.csv"
-    path.write_text("epoch,train_loss\n")
-
-    with pytest.raises(OptionError, match=r"ends in \.jsonl.*lines=True"):
-        record().log_to(path)
-    assert path.read_text() == "epoch,train_loss\n"
-
-
 @pytest.mark.parametrize(
     ("options", "n"),
     [
+        ({}, 3 * 2 * 3 - 1),  # mean, std, rms; one is NaN
         ({"statistics": "std"}, 6),
         ({"statistics": ["std", "max"]}, 12),
         ({"statistics": []}, 0),
@@ -162,12 +140,11 @@ def test_a_csv_file_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_only_the_named_statistics_and_layers_are_logged(options: Any, n: int) -> None:
-    got: list[Any] = []
-    writer = SimpleNamespace(add_scalar=lambda *args: got.append(args))
+    writer = Writer()
 
     record().log_to(writer, **options)
 
-    assert len(got) == n
+    assert len(writer.scalars) == n
 
 
 @pytest.mark.parametrize(
@@ -240,13 +217,10 @@ NO_RECORDS = '{"records": [], "valid": [], "info": {}}'
 FOREIGN: dict[str, Any] = {
     "a table": lambda path: path.write_text("step,epoch\n1,2\n"),
     "no head": lambda path: np.savez(path, x=np.ones(2)),
-    "another head": lambda path: np.savez(path, head=np.array("title")),
     "other records": lambda path: np.savez(path, head=np.array('{"records": [{"kind": "x"}]}')),
-    "other facts": lambda path: np.savez(path, head=np.array('{"records": [], "valid": 3}')),
     "words": lambda path: np.savez(path, head=np.array(NO_RECORDS), losses=np.array(["a"])),
     "deep": lambda path: np.savez(path, head=np.array("[" * 100_000)),
     "objects": lambda path: np.savez(path, head=np.array([{}], object)),
-    "one array": lambda path: np.save(path.with_suffix(".npy"), np.ones(3)),
 }
 
 

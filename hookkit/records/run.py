@@ -241,9 +241,11 @@ class Record(PlainValue, Reportable):
             SelectionError: the statistic or the layer was not recorded.
         """
         if statistic not in self.values:
-            cure = _CURES.get(statistic, "Use one of these.")
-            if statistic in UNIT_STATISTICS and self.kind != "activation":
+            cure = "Use one of these."
+            if statistic in UNIT_STATISTICS:
                 cure = "`ActivationStats(units=True)` records it."
+            elif statistic in PARAM_STATISTICS:
+                cure = "`ParamStats()` records it."
             raise SelectionError(
                 f'statistic "{statistic}" was not recorded; {_some(self.values)} were. {cure}'
             )
@@ -290,15 +292,13 @@ class Incident(PlainValue):
     def __str__(self) -> str:
         where = f" of {self.name} ({self.type})" if self.name else ""
         head = f"step {self.step} (epoch {self.epoch}): first non-finite {self.kind}{where}"
-        past = self.history.get(self.name)
         lines = [head]
-        if past is not None and len(past):
-            shown = " ".join(f"{v:.3g}" for v in past[-6:])
-            lines.append(f"  its RMS in the steps before: {shown}")
+        if past := " ".join(f"{rms:.3g}" for rms in self.history.get(self.name, ())[-6:]):
+            lines.append(f"  its RMS in the steps before: {past}")
         if self.others:
             more = f" and {len(self.others) - 4} more" if len(self.others) > 4 else ""
             lines.append(f"  then: {', '.join(self.others[:4])}{more}")
-        return "\n".join([*lines, *([f"  {self.note}"] if self.note else [])])
+        return "\n".join(lines + [f"  {self.note}"] * bool(self.note))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -356,9 +356,9 @@ class Run(PlainValue, Reportable):
     @property
     def n_steps(self) -> int:
         """Count the optimizer steps from step 0 of the training, as far as they are known."""
-        series = [len(values) for values in (self.losses, self.grad_norms) if values is not None]
-        lasts = [int(r.steps[-1]) + 1 for r in self.records if len(r)]
-        return max([int(self.info.get("n_steps", 0)), *series, *lasts])
+        known = [len(values) for values in (self.losses, self.grad_norms) if values is not None]
+        known += [int(r.steps[-1]) + 1 for r in self.records if len(r)]
+        return max([int(self.info.get("n_steps", 0)), *known])
 
     def __add__(self, later: Any) -> Run:
         """Join this run and a later one of the same model (a Run, or what `as_run` takes).
@@ -379,7 +379,8 @@ class Run(PlainValue, Reportable):
     def n_epochs(self) -> int:
         """Count the epochs that were begun: one more than the greatest number of one."""
         known = [int(row["epoch"]) for row in self.valid if "epoch" in row]
-        return max([-1, *known, *(int(r.epochs[-1]) for r in self.records if len(r))]) + 1
+        known += [int(r.epochs[-1]) for r in self.records if len(r)]
+        return max(known, default=-1) + 1
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{len(r.names)} {r.kind}s" for r in self.records)
@@ -418,7 +419,8 @@ def by_module(record: Record) -> Record:
     As recorded they come last, as they were found when the modules ran.
     """
     owners = [name.partition("[")[0] for name in record.names]
-    order = sorted(range(len(owners)), key=lambda row: owners.index(owners[row]))
+    first = {owner: row for row, owner in reversed([*enumerate(owners)])}
+    order = sorted(range(len(owners)), key=lambda row: first[owners[row]])
     if record.kind == "param" or order == sorted(order):
         return record
     by_row = {k: x for k, x in record.meta.items() if isinstance(x, list) and len(x) == len(order)}
@@ -469,12 +471,6 @@ def grad_norms(params: Record, n_steps: int | None = None) -> Floats:
     squares, seen = np.nansum(table**2, axis=0), np.isfinite(table).any(axis=0)
     norms[params.steps] = np.where(seen, np.sqrt(squares), np.nan)
     return norms[:n_steps]
-
-
-_CURES = {
-    **dict.fromkeys(UNIT_STATISTICS, "Record with `units=True` to have it."),
-    **dict.fromkeys(PARAM_STATISTICS[:4], "`ParamStats` records it."),
-}
 
 
 def _some(names: Any, n: int = 12) -> str:
