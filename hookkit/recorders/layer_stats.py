@@ -150,7 +150,8 @@ class LayerStats(StepRecorder, HookCallback):
                 running.spent = 0.0
             else:
                 running.discard_step()
-            self._end_step(learn, on)
+            if self.every is not None:
+                self._end_step(learn, on)
         elif state is _State.TRIED:
             running.discard_step()
         elif on:  # a batch whose scaled gradients have Inf is one whose step AMP has skipped

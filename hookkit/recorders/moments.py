@@ -185,13 +185,13 @@ class SmallArrays:
         self._n = end
         return len(self._starts) - 1
 
-    def read(self, number: int) -> tuple[tuple[float, ...], tuple[()], Any]:
-        """Return the row of an array and its counts in bins, as of an `Entry`."""
+    def read(self, number: int) -> tuple[tuple[float, ...], Any]:
+        """Return the row of an array, and its counts in the bins."""
         if self._rows is None:
             with np.errstate(all="ignore"):
                 self._compute()
         assert self._rows is not None
-        return self._rows[number], (), None if self._bins is None else self._counts[number]
+        return self._rows[number], None if self._bins is None else self._counts[number]
 
     def _compute(self) -> None:
         x, starts, n = self._values[: self._n], np.array(self._starts), len(self._starts)

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import add
 from threading import Lock
 from typing import Any, NamedTuple
@@ -171,17 +171,14 @@ class RunningStats:
         if self.unscale is not None:
             self._unscaled, x = True, widened(x) * self.unscale
         dim = self._dim(row, t) if self.options.units and x.numel() and x.ndim else None
-        if not x.is_cpu:
-            entry = self._on_device(x, row, dim)
-        else:
-            values = (x if x.dtype is torch.float32 else widened(x)).numpy()
-            entry = self._on_host(values, row, dim)
+        entry = self._on_host(x, row, dim) if x.is_cpu else self._on_device(x, row, dim)
         with self._lock:  # DataParallel's replicas run in threads
             batch = self._batch
             batch[row] = _merged(batch[row], entry) if row in batch else entry
         self.spent += step_recorder.clock() - began
 
-    def _on_host(self, x: Any, row: int, dim: int | None) -> Entry:
+    def _on_host(self, t: Tensor, row: int, dim: int | None) -> Entry:
+        x = (t if t.dtype is torch.float32 else widened(t)).numpy()
         alive, full, bins = None, None, self.options.bins
         if self.options.units:
             with np.errstate(all="ignore"):
@@ -264,14 +261,13 @@ class RunningStats:
 
     def end_step(self, step: int, epoch: int, iteration: int) -> None:
         """Ends the step: all that was seen since the last `end_step` is its record."""
-        entries = _together(self._step, self._batch)
-        read: Callable[[], Entries] = lambda: entries  # noqa: E731
-        if any(type(entry.row) is Tensor for entry in entries.values()):
-            read = _send(entries, self.options.bins)
+        entries = _together(self._step, self._batch) if self._step else self._batch
         self._step, self._batch = {}, {}
+        sent = {row: e for row, e in entries.items() if isinstance(e.row, Tensor)}
+        wait = _send(sent, self.options.bins) if sent else None
         # without `self`, which holds the table: the two would wait for the garbage collector
         parts = self.table.n_steps, self.table.fields, self.names, self.options, self._window
-        self.table.later((step, epoch, iteration), lambda: _numbers(read(), *parts))
+        self.table.later((step, epoch, iteration), partial(_numbers, entries, wait, *parts))
 
     # --- reading
 
@@ -391,26 +387,22 @@ def _merged_rows(a: Any, b: Any) -> Any:
 
 def _together(a: Entries, b: Entries) -> Entries:
     """Return what was seen in two batches."""
-    if not a:
-        return b
     return {**a, **{row: _merged(a[row], e) if row in a else e for row, e in b.items()}}
-
-
-def _read(entry: Entry) -> Entry:
-    """Return an entry with the numbers of its small tensors."""
-    for arrays, number in entry.small:
-        entry = _merged(entry, Entry(*arrays.read(number)))
-    return entry
 
 
 def _has_nonfinite(entry: Entry) -> bool:
     """Return whether values are not finite; sync: of a device, in a step that was not made."""
-    row = _read(entry).row
-    return bool(row[8] if not isinstance(row, Tensor) or row.ndim == 1 else row[:, 8].sum())
+    row = entry.row
+    if isinstance(row, Tensor):
+        bad = row[:, 8].sum() if row.ndim == 2 else row[8]
+    else:
+        bad = 0 if row is None else row[8]
+    return bool(bad) or any(arrays.read(number)[0][8] for arrays, number in entry.small)
 
 
 def _numbers(
     entries: Entries,
+    wait: Callable[[], Entries] | None,
     n: int,
     fields: dict[str, Field],
     names: list[str],
@@ -419,18 +411,22 @@ def _numbers(
 ) -> Numbers:
     """Return the numbers of record `n`; called once, in the order of records."""
     numbers = {name: field.blanks(len(names)) for name, field in fields.items()}
-    entries = {row: _read(entry) for row, entry in entries.items()}
-    if entries:
-        numbers["moments"][list(entries)] = [entry.row for entry in entries.values()]
+    entries = entries if wait is None else {**entries, **wait()}
+    for row, entry in entries.items():
+        values, counts = entry.row, entry.counts
+        for arrays, number in entry.small:
+            more, in_bins = arrays.read(number)
+            values = more if values is None else merge(values, more)
+            counts = in_bins if counts is None else counts + in_bins
+        numbers["moments"][row] = values
         if options.bins is not None:
-            numbers["hist"][list(entries)] = [entry.counts for entry in entries.values()]
+            numbers["hist"][row] = counts
+        if entry.full is not None:
+            numbers["units"][row, 2:] = entry.full, values[1]
     if options.units:
         known = {row: e.alive for row, e in entries.items() if e.alive is not None}
         for row, share in window.after(known, n).items():
             numbers["units"][row, :2] = share, 1.0
-        for row, entry in entries.items():
-            if entry.full is not None:
-                numbers["units"][row, 2:] = entry.full, entry.row[1]
     return numbers
 
 
@@ -446,17 +442,16 @@ def _of_units(table: Any, types: Mapping[str, str], consumers: Mapping[str, Any]
 
 
 def _send(entries: Entries, bins: Any) -> Callable[[], Entries]:
-    """Sends what a step has on devices; returns the function that reads all of its entries."""
+    """Sends entries to the host; returns a function that waits for them and returns them there."""
     by_device: dict[torch.device, Entries] = {}
     for row, entry in entries.items():
-        if isinstance(entry.row, Tensor):
-            by_device.setdefault(entry.row.device, {})[row] = entry
+        by_device.setdefault(entry.row.device, {})[row] = entry
     on_way = [(each, _send_from(list(each.values()), bins)) for each in by_device.values()]
 
-    def read() -> Entries:
-        found = dict(entries)
-        for each, wait in on_way:
-            numbers, n = wait().double().numpy(), len(each)
+    def wait() -> Entries:
+        found = {}
+        for each, wait_for in on_way:
+            numbers, n = wait_for().double().numpy(), len(each)
             sizes = [9 * n, 0 if bins is None else (bins.n + 1) * n]
             sizes += [0 if e.alive is None else len(e.alive) for e in each.values()]
             rows, counts, *alive, full = np.split(numbers, np.cumsum(sizes))
@@ -471,7 +466,7 @@ def _send(entries: Entries, bins: Any) -> Callable[[], Entries]:
                 )
         return found
 
-    return read
+    return wait
 
 
 def _send_from(entries: list[Entry], bins: Any) -> Callable[[], Tensor]:

@@ -94,9 +94,12 @@ class StepRecorder(Reportable, Callback):
         return progress.due
 
     def _end_step(self, learn: Any, recorded: bool) -> None:
-        """Notes a step; warns once, after 8 records, of an optimizer that made none of them."""
+        """Notes a step that was made, if there is an `every`.
+
+        Warns once, after 8 records, of an optimizer that made none of their steps.
+        """
         progress, every = self._progress, self.every
-        if every is None or every == 1:
+        if every == 1:
             return
         if recorded and every == "auto":
             progress.wait_until = clock() + progress.spent * (1 / _MOST_COST - 1)
