@@ -24,10 +24,10 @@ class View:
 
     Attributes:
         run, info: the run and its facts.
-        activations, params: its records; in a rule that needs one it has enough columns to judge.
+        activations, params: its records. A rule that needs one is asked if it is long enough.
         loss_name: name of the loss without "Loss", underscores, capitals: "crossentropy"; or "".
         losses: (n,) the finite losses.
-        first_nan_step: the step from which on, to the end, the loss is no number; or None.
+        first_nan_step: the step from which on the loss is NaN or Inf, to the end; or None.
         loss_start, loss_end: medians of the first losses and of the last; NaN if there are none.
     """
 

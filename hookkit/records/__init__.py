@@ -3,7 +3,7 @@
 Numpy arrays, strings and dicts only: no tensor, no module, no device. So a record can be built by
 hand, pickled, saved, drawn and judged, long after the model is gone.
 
-    values    read-only arrays, equality, labels
+    plain     read-only arrays, equality, labels
     frames    a run as a pandas DataFrame
     npz       a run in an .npz file
     logs      what is new, sent to TensorBoard, a tracker, a file that grows
@@ -11,6 +11,7 @@ hand, pickled, saved, drawn and judged, long after the model is gone.
     run       Record, Run, Incident, and their methods; as_run of any source
 """
 
+from hookkit.records.plain import Floats, Ints, label
 from hookkit.records.run import (
     KINDS,
     PARAM_STATISTICS,
@@ -26,7 +27,6 @@ from hookkit.records.run import (
     grad_norms,
     in_order,
 )
-from hookkit.records.values import Floats, Ints, label
 
 __all__ = [
     "KINDS",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hookkit.errors import OptionError
-from hookkit.records.values import Floats, same
+from hookkit.records.plain import Floats, same
 
 if TYPE_CHECKING:
     from hookkit.records.run import Record, Run

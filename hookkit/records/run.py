@@ -17,7 +17,7 @@ import numpy as np
 from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
 from hookkit.records import frames, logs, npz
 from hookkit.records.joining import joined_fields
-from hookkit.records.values import Floats, Ints, PlainValue, label
+from hookkit.records.plain import Floats, Ints, PlainValue, label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
