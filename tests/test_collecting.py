@@ -163,12 +163,6 @@ def test_a_mask_in_the_place_of_the_target_needs_forward(mask: Any, tmp_path: Pa
     assert torch.equal(acts[""][:], model(IDS, MASK).detach()[MASK == 1])
 
 
-def test_a_target_of_zeros_and_ones_is_no_mask(tmp_path: Path) -> None:
-    acts = collect(model := Masked(), [(IDS, MASK)], "", tmp_path, rows="token")
-
-    assert torch.equal(acts[""][:], model(IDS).detach().flatten(0, 1))
-
-
 @pytest.mark.parametrize("ids", [2, -1, lambda batch: batch[2]])
 def test_the_model_does_not_get_the_ids(ids: Any, tmp_path: Path) -> None:
     batches = [(x, torch.zeros(len(x)), 10 * torch.arange(len(x))) for x in inputs(6).split(3)]
@@ -217,24 +211,6 @@ def test_rows_of_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     for rows in (slice(None), [10, 0], 3):
         found, right = acts["2"][rows], wanted[rows]
         assert torch.equal(found.view(torch.uint8), right.view(torch.uint8))
-
-
-VIEWS = [
-    Tensor.conj,
-    lambda o: o.conj().imag,
-    lambda o: o.flip(1),
-    lambda o: o[:, :1].expand(-1, 5),
-]
-
-
-@pytest.mark.parametrize("f", VIEWS)
-def test_rows_that_are_views_are_written_as_they_read(f: Any, tmp_path: Path) -> None:
-    def hook(o: Tensor) -> Tensor:
-        return f(torch.complex(o, 2 * o))
-
-    acts = collect(net(), loader(), "2", tmp_path, hook=hook)
-
-    assert torch.equal(acts["2"][:], hook(net()(inputs()).detach()).resolve_conj())
 
 
 def test_scalars_and_empty_rows_are_rows(tmp_path: Path) -> None:
@@ -517,13 +493,6 @@ def test_rows_are_read_by_any_index(index: Any, acts: Activations, parts: Activa
 
     for of in (acts, parts):
         np.testing.assert_array_equal(of["0"][index].numpy(), whole[as_numpy])
-
-
-@pytest.mark.parametrize("index", [23, [-24], "a", [0.5], [True]])
-def test_other_indices_are_refused(index: Any, acts: Activations, parts: Activations) -> None:
-    for of in (acts, parts):
-        with pytest.raises(IndexError):
-            of["0"][index]
 
 
 def test_what_is_read_is_a_copy(acts: Activations) -> None:

@@ -26,7 +26,6 @@ from hookkit.errors import (
     ArgumentError,
     HookError,
     NeverFiredWarning,
-    SelectionError,
 )
 from hookkit.hooks import hook_input, hook_output, hook_outputs
 from hookkit.nested import Inputs, leaves
@@ -343,8 +342,6 @@ def test_no_module_or_a_scripted_one_puts_nothing_in() -> None:
         edit_outputs([relu, "fc"], zero())  # type: ignore[list-item]
     with pytest.raises(HookError, match="scripted"):
         edit_outputs([relu, torch.jit.script(nn.ReLU())], zero())
-    with pytest.raises(SelectionError):
-        edit_outputs(select(mlp(), "fc"), zero())
 
     assert not relu._forward_hooks
 

@@ -2,9 +2,6 @@
 
 import re
 
-import pytest
-
-from hookkit.diagnosis.report_page import LAYOUT
 from hookkit.markup import STYLE, details, fragment, table, terms
 
 
@@ -44,48 +41,3 @@ def test_texts_are_escaped_and_html_is_not() -> None:
         '<details class="finding" open><summary><b>2</b></summary><p></details>'
     )
     assert fragment("<p>x</p>") == f'{STYLE}<div class="hk"><p>x</p></div>'
-
-
-def rgb(colour: str) -> list[float]:
-    colour = colour if len(colour) == 7 else "#" + "".join(2 * digit for digit in colour[1:])
-    return [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-
-
-def mixed(one: str, share: float, other: str) -> list[float]:
-    return [share * a + (1 - share) * b for a, b in zip(rgb(one), rgb(other), strict=True)]
-
-
-def contrast(one: list[float], other: list[float]) -> float:
-    """Source: WCAG 2.2, contrast ratio."""
-
-    def luminance(colour: list[float]) -> float:
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
-        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
-def grounds_of_pages() -> list[tuple[str, str]]:
-    """Text and ground of a page: light and dark."""
-    return re.findall(r"--ink:(#\w+);--paper:(#\w+)", LAYOUT.replace("#fff}", "#ffffff}"))
-
-
-NOTEBOOKS = {
-    "Jupyter, dark": ("#dedede", "#111111"),
-    "VS Code": ("#3b3b3b", "#ffffff"),
-    "Colab, dark": ("#d5d5d5", "#383838"),
-}
-
-
-@pytest.mark.parametrize(("ink", "ground"), [*grounds_of_pages(), *NOTEBOOKS.values()])
-def test_all_text_has_a_contrast_of_at_least_4_5_to_1(ink: str, ground: str) -> None:
-    assert len(grounds_of_pages()) == 2  # light and dark
-    tones = re.findall(r"--(\w+):color-mix\(in srgb,(#\w+) (\d+)%,currentColor\)", STYLE)
-    soft = re.search(r"--soft:color-mix\(in srgb,currentColor (\d+)%,transparent\)", STYLE)
-
-    assert {name for name, *_ in tones} == {"error", "warning", "note", "healthy"}
-    assert soft is not None
-    shown = {name: mixed(colour, int(share) / 100, ink) for name, colour, share in tones}
-    shown |= {"ink": rgb(ink), "soft": mixed(ink, int(soft[1]) / 100, ground)}
-    assert {k: c for k, v in shown.items() if (c := contrast(v, rgb(ground))) < 4.5} == {}

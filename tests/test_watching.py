@@ -421,9 +421,9 @@ def test_the_steps_of_an_optimizer_without_step_hooks_are_reported(cancelled: bo
             w.loop.add_cb(raising("before_step", CancelStepException))
         for x in batches():
             model(x).pow(2).mean().backward()
-            w.loop.step_began(opt)
+            w.loop.begin_step(opt)
             opt.step()
-            w.loop.step_ended(opt)
+            w.loop.end_step(opt)
             model.zero_grad()
 
     assert (w.n_steps, w.loop.n_cancelled_steps) == ((0, 3) if cancelled else (3, 0))

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hookkit import ranks
 from hookkit.callbacks.events import CancelStepException
@@ -28,7 +27,7 @@ from hookkit.errors import NonFiniteError, OptionError
 from hookkit.hooks.attach import graph_task
 from hookkit.modules import class_name, unwrap
 from hookkit.recorders.graph_op import enlist, new_token, show_traced
-from hookkit.recorders.layer_hooks import see_inputs, see_outputs
+from hookkit.recorders.layer_hooks import LayerHooks
 from hookkit.recorders.moments import plain
 from hookkit.recorders.param_norms import grad_norms_by_id
 from hookkit.recorders.parameters import named_parameters
@@ -87,6 +86,7 @@ class FlightRecorder(HookCallback):
         super().__init__(modules, include_paramless=True, on_valid=False)
         self.on_nonfinite, self.n_batches = on_nonfinite, n_batches
         self.incidents: tuple[Incident, ...] = ()
+        self.hooks = self._switch = LayerHooks(who)
         self._clear()
 
     def _clear(self) -> None:
@@ -106,16 +106,14 @@ class FlightRecorder(HookCallback):
             )
         return modules
 
-    def _hook_all(self, model: nn.Module) -> None:
-        super()._hook_all(model)
-        if not isinstance(root := unwrap(model), torch.jit.ScriptModule):
-            row = self._memory.row(_INPUT)
-            self.hooks.handles.append(see_inputs(root, self._switch, row))
-
-    def _attach(self, name: str, module: nn.Module, leaf: str) -> RemovableHandle:
-        self._memory.types[name] = class_name(module)
-        row = self._memory.row(name)
-        return see_outputs(module, self._switch, row, leaf, self._function)
+    def _register(self, named: Any) -> None:
+        hooks, memory = self.hooks, self._memory
+        hooks.thread, hooks.target = get_ident(), memory
+        for name, module, path in named:
+            memory.types[str(name)] = class_name(module)
+            hooks.attach_output_stats(module, memory.row(str(name)), path, self._function)
+        if not isinstance(root := unwrap(self.learn.model), torch.jit.ScriptModule):
+            hooks.attach_input_stats(root, memory.row(_INPUT))
 
     # --- events
 
@@ -129,7 +127,7 @@ class FlightRecorder(HookCallback):
                 )
             self._clear()
             self._on_cpu = all(p.is_cpu for p in self.learn.model.parameters())
-            self._memory = self._switch.target = Memory(self.n_batches)
+            self._memory = Memory(self.n_batches)
         super().before_fit()
 
     def before_batch(self) -> None:
@@ -189,7 +187,7 @@ class FlightRecorder(HookCallback):
         """Takes the hooks off."""
         super().cleanup_fit()
         self._record(False)
-        self._memory = self._switch.target = None
+        self._memory = self.hooks.target = None
         self._unread = []
 
     # --- looking
@@ -234,7 +232,9 @@ class FlightRecorder(HookCallback):
         self.incidents = tuple(sorted(first.values(), key=lambda i: i.step))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_memory": None, "_unread": []}
+        hooks = LayerHooks(type(self).__name__)
+        gone: dict[str, Any] = {"_memory": None, "_unread": [], "hooks": hooks, "_switch": hooks}
+        return {**super().__getstate__(), **gone}
 
     def __repr__(self) -> str:
         return f"FlightRecorder({self.on_nonfinite!r}, {len(self.incidents)} incidents)"

@@ -1,162 +1,195 @@
-"""What recorders put on a layer: hooks that show its tensors to their switch's target.
+"""`LayerHooks`: the hooks of one recorder. They show its target the tensors of layers.
 
-The target is a `RunningStats`, or the norms of the flight recorder: it has `update(row, leaf,
-path, t)`. One hook serves training and validation, since it finds the target in the switch.
-`_counts` decides which calls are recorded; `_makes_loss` decides for layers that are called on
-their own, after the model's forward.
+The target is a `RunningStats`, or the norms of the flight recorder: it has `update(row, number,
+path, t)`, which takes tensor number `number`, called `path`, of what the layer in `row` gave. One
+hook serves training and validation, since it finds the target here. `_counts` decides which calls
+are shown; `_makes_loss` decides for layers that are called on their own, after the model's forward.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hookkit.callbacks.hook_callback import RecordSwitch
 from hookkit.errors import warn
 from hookkit.hooks.attach import (
+    Switch,
     attach,
     brief,
     called,
     graph_task,
-    in_thread,
     is_compiling,
     is_tracing,
+    remove_all,
 )
-from hookkit.hooks.grads import Receive, listen_output
+from hookkit.hooks.grads import listen_output
 from hookkit.hooks.values import part_at
 from hookkit.nested import Inputs, named_leaves, put, tmap
 
 Function = Callable[[nn.Module, Any, Any], Any]
 
 
-def see_outputs(
-    module: nn.Module, switch: RecordSwitch, row: int, leaf: str, function: Function | None
-) -> RemovableHandle:
-    """Shows the tensors that a layer gives: of its whole output, of its part at the path `leaf`, or
-    of what the user's `function(m, i, o)` makes of them.
+class LayerHooks(Switch):
+    """The hooks of one recorder, and the switch that they share.
+
+    Compiled graphs guard on the switch, so they are compiled twice at most.
+
+    Attributes:
+        on: whether the hooks show anything.
+        who: the recorder's class, for messages.
+        thread: whose forwards are shown.
+        late: the model's forward has returned. A layer that is called on its own now is shown if it
+            takes part in the loss.
+        target: what the tensors are shown to.
+        on_inputs: called with row and inputs of each layer in this batch, or None.
     """
 
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if switch.late and not _makes_loss(output):
-            return
-        if not _counts(switch.thread, module):
-            return
-        # asked in this order, so that compiled graphs do not depend on `given`
-        if not is_compiling() and switch.given is not None:
-            switch.given(row, (args, kwargs))
-        seen = _part(output, leaf, switch, module)
+    def __init__(self, who: str) -> None:
+        super().__init__(on=False)
+        self.who, self.thread, self.late = who, get_ident(), False
+        self.target: Any = None
+        self.on_inputs: Callable[[int, Any], None] | None = None
+        self._handles: list[RemovableHandle] = []
+        self._backward = -1, True  # the number of the last backward pass; whether it makes a step
+        self._warned = False  # of several backward passes through one forward
+
+    @property
+    def removed(self) -> bool:
+        """Whether none of the hooks is registered."""
+        return not self._handles
+
+    def remove(self) -> None:
+        """Removes the hooks from their modules; can be repeated."""
+        remove_all(self._handles)
+        self._handles = []
+
+    def attach_output_stats(
+        self, module: nn.Module, row: int, path: str, function: Function | None
+    ) -> None:
+        """Shows the tensors that a layer gives, or its output has at `path`; with `function`, what
+        the user's `function(m, i, o)` returns.
+        """
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self.late and not _makes_loss(output):
+                return
+            if not _counts(self.thread, module):
+                return
+            # asked in this order, so that compiled graphs do not depend on `on_inputs`
+            if not is_compiling() and self.on_inputs is not None:
+                self.on_inputs(row, (args, kwargs))
+            if path:
+                output = part_at(output, path, self.who, lambda: brief(module))
+            if function is not None:
+                inputs = tmap(Tensor.detach, Inputs(args, kwargs))
+                output = called(function, module, inputs, tmap(Tensor.detach, output))
+            if isinstance(output, Tensor):  # most calls
+                self.target.update(row, 0, "", output)
+            else:
+                self._show(row, output)
+
+        self._handles.append(attach(module, hook, switch=self))
+
+    def attach_input_stats(self, module: nn.Module, row: int) -> None:
+        """Shows the tensors that a module is called with."""
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self.late and _counts(self.thread, module):
+                self._show(row, (args, kwargs))
+
+        self._handles.append(attach(module, hook, pre=True, switch=self))
+
+    def attach_gradient_stats(
+        self, module: nn.Module, row: int, path: str, function: Function | None
+    ) -> None:
+        """Shows the gradients of a layer's output, or of its part at `path`; with `function`, what
+        the user's `function(m, grad_inputs, grad_outputs)` makes of all gradients of a call.
+        """
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            # a checkpoint that runs again counts: the gradients come from that forward
+            if not _counts(self.thread, module, again=True):
+                return None
+            part = part_at(output, path, self.who, lambda: brief(module)) if path else output
+            if isinstance(part, Tensor):
+                paths = [""]
+            else:
+                paths = [at for at, _ in named_leaves(part)]
+            if is_compiling():
+
+                def receive(i: int, grad: Tensor) -> None:
+                    self.target.update(row, i, paths[i], grad)
+
+            else:
+                receive = partial(self._receive, row, paths, {})
+                if not path and _is_new(output, args, kwargs):
+                    output.register_hook(partial(receive, 0))
+                    return None
+            new = listen_output(module, args, kwargs, part, receive)
+            return None if new is None else put(output, path, new)
+
+        def show(module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
+            assert function is not None
+            if is_compiling() or self._trains():
+                self._show(row, called(function, module, grad_inputs, grad_outputs))
+
         if function is not None:
-            inputs = tmap(Tensor.detach, Inputs(args, kwargs))
-            seen = called(function, module, inputs, tmap(Tensor.detach, seen))
-        if isinstance(seen, Tensor):  # most calls
-            switch.target.update(row, 0, "", seen)
+            self._handles.append(attach(module, show, backward=True, switch=self))
         else:
-            _show(switch, row, seen)
+            self._handles.append(attach(module, hook, edit=True, observes=True, switch=self))
 
-    return attach(module, hook, switch=switch)
+    def _show(self, row: int, seen: Any) -> None:
+        for number, (path, t) in enumerate(named_leaves(seen)):
+            self.target.update(row, number, path, t)
 
+    def _receive(
+        self, row: int, paths: list[str], passes: dict[int, int], i: int, grad: Tensor
+    ) -> None:
+        """Shows the gradient of tensor `i` of one call, if it is one of the loss.
 
-def see_inputs(module: nn.Module, switch: RecordSwitch, row: int) -> RemovableHandle:
-    """Shows the tensors that a module is called with."""
-
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not switch.late and _counts(switch.thread, module):
-            _show(switch, row, (args, kwargs))
-
-    return attach(module, hook, pre=True, switch=switch)
-
-
-def see_gradients(
-    module: nn.Module, switch: RecordSwitch, row: int, leaf: str, function: Function | None
-) -> RemovableHandle:
-    """Shows the gradients of a layer's output, or of its part at the path `leaf`; or what the
-    user's `function(m, grad_inputs, grad_outputs)` makes of all gradients of a call.
-    """
-
-    def received(i: int, grad: Tensor) -> None:
-        switch.target.update(row, 0, "", grad)
-
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        # a checkpoint that runs again counts: the gradients come from that forward
-        if not _counts(switch.thread, module, again=True):
-            return None
-        if isinstance(output, Tensor) and not leaf:
-            receive = received if is_compiling() else _of_the_loss(switch, received)
-            return listen_output(module, args, kwargs, output, receive)
-        part = _part(output, leaf, switch, module)
-        paths = [path for path, _ in named_leaves(part)]
-
-        def received_part(i: int, grad: Tensor) -> None:
-            switch.target.update(row, i, paths[i], grad)
-
-        receive = received_part if is_compiling() else _of_the_loss(switch, received_part)
-        new = listen_output(module, args, kwargs, part, receive)
-        return None if new is None else put(output, leaf, new)
-
-    def show(module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
-        assert function is not None
-        if not (is_compiling() or _trains(switch)):
-            return
-        _show(switch, row, called(function, module, grad_inputs, grad_outputs))
-
-    if function is not None:
-        return attach(module, show, backward=True, switch=switch)
-    return attach(module, hook, edit=True, observes=True, switch=switch)
-
-
-def _of_the_loss(switch: RecordSwitch, receive: Receive) -> Receive:
-    """Return `receive` for one forward: without the gradients of other things than the loss.
-
-    Of a second `backward()` through the same forward it warns, since two gradients of one tensor
-    are no two samples, and their sum is known only to who keeps both.
-    """
-    passes = dict[int, int]()  # by leaf the backward pass in which it got a gradient
-
-    def of_the_loss(i: int, grad: Tensor) -> None:
-        if not _trains(switch):
+        Warns of a second `backward()` through the same forward: two gradients of one tensor are no
+        two samples, and their sum is known only to who keeps both. `passes` has for each tensor the
+        number of the backward pass in which it got a gradient.
+        """
+        if not self._trains():
             return
         task = graph_task()
-        if passes.setdefault(i, task) != task and not switch.warned:
-            switch.warned = True
+        if passes.setdefault(i, task) != task and not self._warned:
+            self._warned = True
             warn(
-                f"{switch.who}: backward() was called more than once through one forward, and "
+                f"{self.who}: backward() was called more than once through one forward, and "
                 f"each call's gradients of outputs are recorded as samples of their own, not as "
                 f"their sum. Add the losses, and call backward() once: (loss_a + loss_b).backward()"
             )
-        receive(i, grad)
+        self.target.update(row, i, paths[i], grad)
 
-    return of_the_loss
+    def _trains(self) -> bool:
+        """Return whether the backward pass under way makes gradients of a step; found once a pass.
 
-
-def _trains(switch: RecordSwitch) -> bool:
-    """Tell whether the backward pass under way makes the gradients of a step; asked once a pass."""
-    task = graph_task()
-    if switch.backward[0] != task:
-        switch.backward = task, _is_for_a_step(switch.thread)
-    return switch.backward[1]
-
-
-def _is_for_a_step(thread: int | None) -> bool:
-    """Tell whether the backward pass under way makes the gradients that a step will use.
-
-    That is any `backward()`. `torch.autograd.grad` computes parts of a loss (the penalty of a
-    WGAN-GP, the derivatives of a PINN) and weights of losses; it trains only where it is asked for
-    parameters' gradients and frees the graph.
-    """
-    call = _engine_call(sys._getframe(1))
-    if call is None:  # on a GPU hooks run in threads of autograd's own
-        call = _engine_call(sys._current_frames().get(thread or 0))
-    if call is None or call.f_code is torch.autograd.backward.__code__:
-        return True
-    given = call.f_locals
-    if given.get("create_graph") or given.get("retain_graph"):
-        return False
-    return any(isinstance(x, nn.Parameter) for x in given.get("inputs", ()))
+        Any `backward()` does. `torch.autograd.grad` computes parts of a loss (the penalty of a
+        WGAN-GP, the derivatives of a PINN) and weights of losses; it trains only where it is asked
+        for parameters' gradients and frees the graph.
+        """
+        task = graph_task()
+        if self._backward[0] != task:
+            call = _engine_call(sys._getframe(1))
+            if call is None:  # on a GPU hooks run in threads of autograd's own
+                call = _engine_call(sys._current_frames().get(self.thread))
+            trains = call is None or call.f_code is torch.autograd.backward.__code__
+            if not trains:
+                args = call.f_locals
+                keeps = args.get("create_graph") or args.get("retain_graph")
+                of = args.get("inputs", ())
+                trains = not keeps and any(isinstance(x, nn.Parameter) for x in of)
+            self._backward = task, trains
+        return self._backward[1]
 
 
 def _engine_call(frame: Any) -> Any:
@@ -170,27 +203,27 @@ def _engine_call(frame: Any) -> Any:
     return frame
 
 
-def _part(output: Any, leaf: str, switch: RecordSwitch, module: nn.Module) -> Any:
-    return part_at(output, leaf, switch.who, lambda: brief(module)) if leaf else output
+def _is_new(output: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether the call made `output`, a tensor; `listen_output` handles the others."""
+    made = type(output) is Tensor and output.grad_fn is not None and output._base is None
+    return made and not kwargs and all(type(x) is Tensor and x is not output for x in args)
 
 
-def _show(switch: RecordSwitch, row: int, seen: Any) -> None:
-    """Shows the switch's target every tensor in `seen`."""
-    for leaf, (path, t) in enumerate(named_leaves(seen)):
-        switch.target.update(row, leaf, path, t)
+def _counts(thread: int, module: nn.Module, again: bool = False) -> bool:
+    """Return whether a recorder that serves `thread` records this call of `module`.
 
-
-def _counts(thread: int | None, module: nn.Module, again: bool = False) -> bool:
-    """Whether a recorder that serves `thread` records this call of `module`."""
+    Args:
+        again: whether calls within a backward pass count: a checkpoint runs the forward again.
+    """
     if is_compiling():
         return True
     if graph_task() != -1:
         return again
-    return in_thread(thread) or "_is_replica" in module.__dict__
+    return get_ident() == thread or "_is_replica" in module.__dict__
 
 
 def _makes_loss(output: Any) -> bool:
-    """Whether a layer that is called on its own takes part in the loss.
+    """Return whether a layer that is called on its own takes part in the loss.
 
     A probe runs without gradients, what runs again in the backward pass was counted before, and
     torch.jit.trace trains nothing.

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from enum import Enum
+from threading import get_ident
 from typing import Any
 
 import numpy as np
 import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hookkit.autograd_graph import users_of
 from hookkit.callbacks.hook_callback import HookCallback
@@ -28,7 +28,7 @@ from hookkit.hooks.attach import graph_task
 from hookkit.modules import class_name
 from hookkit.recorders.bins import LogBins, RangeBins
 from hookkit.recorders.layer_graph import consumers, dropouts, predecessors, unregistered
-from hookkit.recorders.layer_hooks import see_gradients, see_outputs
+from hookkit.recorders.layer_hooks import LayerHooks
 from hookkit.recorders.parameters import idle_parameters, named_parameters
 from hookkit.recorders.running_stats import Options, RunningStats
 from hookkit.recorders.stats_list import StatsList, list_stats
@@ -83,11 +83,16 @@ class LayerStats(StepRecorder, HookCallback):
         self.running = RunningStats("activation" if self.is_forward else "gradient", options)
         self.table = self.running.table
         self._now = _Now()
+        self.hooks = self._switch = LayerHooks(type(self).__name__)
 
-    def _attach(self, name: str, module: nn.Module, leaf: str) -> RemovableHandle:
-        row = self.running.row(name, class_name(module))
-        see = see_outputs if self.is_forward else see_gradients
-        return see(module, self._switch, row, leaf, self._function)
+    def _register(self, named: Any) -> None:
+        hooks, function = self.hooks, self._function
+        hooks.thread, hooks.target = get_ident(), self.running
+        # compiled graphs check it as they run; gradients may come in a thread of autograd's
+        self.running.thread = hooks.thread if self.is_forward else None
+        attach = hooks.attach_output_stats if self.is_forward else hooks.attach_gradient_stats
+        for name, module, path in named:
+            attach(module, self.running.row(name, class_name(module)), path, function)
 
     # --- events
 
@@ -99,9 +104,6 @@ class LayerStats(StepRecorder, HookCallback):
         self._now = _Now()
         self.running.discard_step()
         super().before_fit()
-        self._switch.target = self.running
-        # compiled graphs check it as they run; gradients may come in a thread of autograd's
-        self.running.thread = self._switch.thread if self.is_forward else None
 
     def before_batch(self) -> None:
         """Decides whether this batch is recorded: all batches of one optimizer step, or none."""
@@ -111,7 +113,7 @@ class LayerStats(StepRecorder, HookCallback):
         switch.on = self._is_due(learn.n_steps)
         now.state, now.iteration, switch.late = _State.OPEN, learn.train_iter, False
         if self.is_forward:
-            switch.given = None if self.table.n_steps else running.update_inputs
+            switch.on_inputs = None if self.table.n_steps else running.update_inputs
         elif switch.on:
             now.scaler = self.scaler or learn.step_scaler
             running.unscale = inverse_scale(now.scaler)
@@ -175,7 +177,8 @@ class LayerStats(StepRecorder, HookCallback):
         self.running.unscale = self._now.scaler = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_now": _Now()}
+        hooks = LayerHooks(type(self).__name__)
+        return {**super().__getstate__(), "_now": _Now(), "hooks": hooks, "_switch": hooks}
 
     # --- reading
 

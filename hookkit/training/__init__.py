@@ -8,9 +8,7 @@ lr_finder     `lr_find`.
 data          `DataLoaders`.
 
 watcher       `watch` and `Watcher`: begin, end, report, read.
-watched_loop  `WatchedLoop`: the loop as callbacks see it; what a step is.
-watch_hooks   `LoopHooks`: sees forwards, losses and optimizer steps, and tells the loop.
-watch_losses  The losses of such a loop: in what a model returns, as reported, by epoch.
+watched_loop  `WatchedLoop`: the loop as callbacks see it; its hooks, states and events.
 watch_checks  `watch`'s arguments, checked and unwrapped; what a run did not record, and why.
 live          A watched run while it trains.
 

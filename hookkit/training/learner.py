@@ -21,7 +21,6 @@ from hookkit import ranks
 from hookkit.batches import generators_kept, n_batches, no_batches, split_batch, to_device
 from hookkit.callbacks import DEFAULT_CALLBACKS, SchedulerCallback
 from hookkit.callbacks.events import CANCEL_EXCEPTIONS, CANCELS
-from hookkit.callbacks.loss_log import LossHistory
 from hookkit.callbacks.optimizers import (
     bare_optimizer,
     restore_settings,
@@ -157,7 +156,6 @@ class Learner(Loop, Reportable):
         self.logger: Any = print
         self.opt: Any = None
         self.frozen_idx = 0
-        self.losses, self.epochs = LossHistory(), list[dict[str, Any]]()
         self._own_wd: dict[int, float] = {}  # of groups for which the splitter gives it
         self.scaler: Any = None  # the GradScaler of the loop, if it has one
         self.accelerator: Any = None
@@ -718,15 +716,6 @@ class Learner(Loop, Reportable):
         from hookkit.summaries import learner_summary
 
         return learner_summary(self)
-
-    def _gather(self) -> None:
-        self.losses.gather(self._where())
-
-    def _loss_history(self) -> LossHistory:
-        return self.losses
-
-    def _epochs(self) -> list[dict[str, Any]]:
-        return [dict(row) for row in self.epochs]
 
     @property
     def smooth_loss(self) -> float | None:

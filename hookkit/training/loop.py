@@ -20,6 +20,7 @@ from torch import Tensor
 from hookkit import ranks
 from hookkit.callbacks.callback import Callback, around_fastai, is_of_fastai, method_for
 from hookkit.callbacks.events import BATCH_EVENTS, CANCEL_EXCEPTIONS, EVENTS, not_an_event
+from hookkit.callbacks.loss_log import LossLog
 from hookkit.checks import kind_of
 from hookkit.errors import ArgumentError, HookError, OptionError, nearest
 from hookkit.modules import class_name, unwrap
@@ -38,12 +39,15 @@ class Loop:
         stepped: whether the current batch has made one.
         in_closure: whether a step is under way that evaluates its batches itself.
         heard: the events that some callback has a method for, each with those callbacks.
+        in_epoch: whether an epoch has begun that is not over (in `watch`).
+        losses: the losses of the training batches, a `LossLog`.
+        epochs: for each epoch its number and what is known of it.
         probes: what the diagnosis wants to know of batches, losses and gradients.
         first_step: the number of its first step, where a library resumes a training; else 0.
         info: facts that are added to the run.
     """
 
-    fitting = training = stepped = in_closure = eval_pass = False
+    fitting = training = stepped = in_closure = in_epoch = eval_pass = False
     finds_opts = False  # optimizers become known as they step
     n_steps, first_step, _gathered_at = 0, 0, -1
     step_scaler: Any = None  # the GradScaler that made the last optimizer step
@@ -51,6 +55,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.cbs, self._past, self.probes = L(), list[Callback](), TrainingProbes()
+        self.losses, self.epochs = LossLog(), list[dict[str, Any]]()
         self.info: dict[str, Any] = {}
         self._token = object()  # recorders have it from the loop whose steps they record
         self._rates: dict[Any, list[Any]] = {}  # of each optimizer, in its last step
@@ -292,28 +297,34 @@ class Loop:
                 if len(record) or record.kind not in records:
                     records[record.kind] = record
         params = records.get("param")
-        alone = ranks.is_distributed() and self._gathered_at != self.n_steps
-        losses = self._loss_history()
-        reported = losses is not None and len(losses) and self.n_steps
+        n = self.n_steps
+        alone = ranks.is_distributed() and self._gathered_at != n
         return Run(
             activations=records.get("activation"),
             gradients=records.get("gradient"),
             params=params,
-            losses=losses.by_step(self.n_steps) if reported else None,
+            losses=self.losses.by_step(n) if n and len(self.losses) else None,
             valid=self._epochs(),
-            grad_norms=None if params is None else grad_norms(params, self.n_steps),
+            grad_norms=None if params is None else grad_norms(params, n),
             incidents=tuple(i for cb in cbs for i in vars(cb).get("incidents", ())),
             info={
                 **self._facts(),
                 **({"rank": ranks.this_rank()} if alone else {}),
-                **({} if losses is None else losses.facts()),
+                **self.losses.facts(),
                 "train_iter": self.train_iter,
-                **({"within_epoch": True} if vars(self).get("_in_epoch") else {}),
+                **({"within_epoch": True} if self.in_epoch else {}),
                 "first_step": self.first_step,
-                "n_steps": self.n_steps,
+                "n_steps": n,
                 **self.info,
             },
         )
+
+    def _epochs(self) -> list[dict[str, Any]]:
+        """Return the epochs as a `Run` has them: number, last step, losses and metrics."""
+        return [dict(epoch) for epoch in self.epochs]
+
+    def _gather(self) -> None:
+        self.losses.gather(self._where())
 
     def _facts(self) -> dict[str, Any]:
         """Return what is known of the model, its loss and its optimizer."""

@@ -17,7 +17,7 @@ from hookkit.batches import generators_kept
 from hookkit.callbacks import Callback, ProgressCallback, Recorder
 from hookkit.callbacks.events import CancelFitException, CancelValidException
 from hookkit.callbacks.hook_callback import HookCallback
-from hookkit.callbacks.loss_log import LossHistory
+from hookkit.callbacks.loss_log import LossLog
 from hookkit.errors import ModelRunError, OptionError
 from hookkit.modelinfo.untouched import untouched
 from hookkit.recorders.probes import TrainingProbes
@@ -105,7 +105,7 @@ def find_lr(
         for part in (learn.opt, learn.loss_func):
             if hasattr(part, "state_dict"):
                 undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
-        learn.probes, learn.losses, learn.epochs = TrainingProbes(), LossHistory(), []
+        learn.probes, learn.losses, learn.epochs = TrainingProbes(), LossLog(), []
         undo.enter_context(generators_kept(*learn.dls or ()))
         undo.enter_context(untouched(learn.model, params=True, observers=True))
         undo.enter_context(learn.removed_cbs(off))

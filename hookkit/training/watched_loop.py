@@ -3,26 +3,128 @@
 A step is everything between two optimizer steps. It is over when every known optimizer has stepped,
 or else when the next forward begins (the two players of a GAN). Each training forward begins a
 batch. Nothing that is recorded depends on where a batch ends: recorders merge those of a step.
-`LoopHooks` calls the methods of the middle part; they fire the events.
+
+`LoopHooks` decides which forwards and steps count, and calls `begin_forward`, `end_forward`,
+`begin_step` and `end_step`. `WatchedLoop` makes events of them; its `State` says what is open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from enum import Enum
+from functools import wraps
+from itertools import chain
+from threading import Lock, get_ident
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer, optimizer as global_hooks
+from torch.utils.hooks import RemovableHandle
 
 from hookkit.callbacks.events import CancelStepException
-from hookkit.callbacks.loss_log import LossHistory
-from hookkit.callbacks.optimizers import ids_of, stepping_scaler
+from hookkit.callbacks.optimizers import ids_of, skips_step, stepping_scaler
 from hookkit.errors import HookError
-from hookkit.hooks.attach import graph_task
-from hookkit.modules import unwrap
+from hookkit.hooks.attach import attach, check_hookable, graph_task, is_tracing, remove_all
+from hookkit.modules import unwrap, wrappers
+from hookkit.nested import named_leaves
 from hookkit.training.loop import Loop
-from hookkit.training.watch_checks import not_in_watch, warn_other_loss, warn_unseen
-from hookkit.training.watch_hooks import LoopHooks
-from hookkit.training.watch_losses import epoch_rows, loss_in
+from hookkit.training.watch_checks import not_in_watch, one_number, warn_other_loss, warn_unseen
+
+is_compiling = torch.compiler.is_compiling
+
+
+class State(Enum):
+    """What is open in a watched loop.
+
+    IDLE is nothing; VALIDATION a validation, between two of its forwards; EVALUATING such a
+    forward. The others are a training batch: MARKED, its forward is still to come; BATCH, that has
+    begun; PAUSED, a forward that does not train runs within it; STEPPED, optimizers have stepped;
+    CANCELLED, a callback has cancelled the step.
+
+    What comes is `train`, a forward in training mode with gradients; `other`, any other forward;
+    `returns` and `raises`, its end; `mark`, w.batch(); `step`, an optimizer's step that another
+    known one is to follow; `last`, the step of the last; `epoch`, w.epoch(). The table has the
+    state that follows and the events that are sent, but for those of an epoch. EVALUATING and
+    PAUSED know no further forwards: only outermost ones count.
+
+        IDLE       train   BATCH      before_batch
+        VALIDATION train   BATCH      after_validate before_batch
+        MARKED     train   BATCH
+        BATCH      train   BATCH      after_batch before_batch
+        STEPPED    train   BATCH      after_step after_batch before_batch
+        CANCELLED  train   BATCH      after_batch before_batch
+
+        IDLE       other   EVALUATING before_validate before_batch
+        VALIDATION other   EVALUATING before_batch
+        MARKED     other   PAUSED
+        BATCH      other   PAUSED
+        STEPPED    other   EVALUATING after_step after_batch before_validate before_batch
+        CANCELLED  other   EVALUATING after_batch before_validate before_batch
+
+        BATCH      returns BATCH      after_pred
+        EVALUATING returns VALIDATION after_pred after_batch
+        PAUSED     returns BATCH
+        BATCH      raises  IDLE       after_cancel_batch
+        EVALUATING raises  VALIDATION after_cancel_batch
+        PAUSED     raises  BATCH
+
+        IDLE       mark    MARKED     before_batch
+        VALIDATION mark    MARKED     after_validate before_batch
+        EVALUATING mark    MARKED     after_validate before_batch
+        MARKED     mark    MARKED     after_batch before_batch
+        BATCH      mark    MARKED     after_batch before_batch
+        PAUSED     mark    MARKED     after_batch before_batch
+        STEPPED    mark    MARKED     after_step after_batch before_batch
+        CANCELLED  mark    MARKED     after_batch before_batch
+
+        IDLE       step    STEPPED    before_batch before_step
+        VALIDATION step    STEPPED    after_validate before_batch before_step
+        EVALUATING step    STEPPED    after_validate before_batch before_step
+        MARKED     step    STEPPED    before_step
+        BATCH      step    STEPPED    before_step
+        PAUSED     step    STEPPED    before_step
+        STEPPED    step    STEPPED
+        CANCELLED  step    CANCELLED
+
+        IDLE       last    IDLE       before_batch before_step after_step after_batch
+        VALIDATION last    IDLE       after_validate before_batch before_step after_step after_batch
+        EVALUATING last    IDLE       after_validate before_batch before_step after_step after_batch
+        MARKED     last    IDLE       before_step after_step after_batch
+        BATCH      last    IDLE       before_step after_step after_batch
+        PAUSED     last    IDLE       before_step after_step after_batch
+        STEPPED    last    IDLE       after_step after_batch
+        CANCELLED  last    IDLE       after_batch
+
+        IDLE       epoch   IDLE
+        VALIDATION epoch   IDLE       after_validate
+        EVALUATING epoch   IDLE       after_validate
+        MARKED     epoch   IDLE       after_batch
+        BATCH      epoch   IDLE       after_batch
+        PAUSED     epoch   IDLE       after_batch
+        STEPPED    epoch   IDLE       after_step after_batch
+        CANCELLED  epoch   IDLE       after_batch
+
+    Three things are not in it. PAUSED returns to MARKED if it came from there. In STEPPED or
+    CANCELLED an optimizer that steps again closes what is open, then steps as in IDLE. In IDLE and
+    VALIDATION a step of an optimizer that nobody knew joins the step before, if there was one.
+    """
+
+    IDLE = "idle"
+    VALIDATION = "validation"
+    EVALUATING = "evaluating"
+    MARKED = "marked"
+    BATCH = "batch"
+    PAUSED = "paused"
+    STEPPED = "stepped"
+    CANCELLED = "cancelled"
+
+
+# Names of a module: looking up a member of an Enum is a call of Python in 3.11.
+IDLE, VALIDATION, EVALUATING, MARKED, BATCH, PAUSED, STEPPED, CANCELLED = State
 
 
 class WatchedLoop(Loop):
@@ -31,41 +133,43 @@ class WatchedLoop(Loop):
     Attributes:
         model: the user's own module, without compile and distribution wrappers.
         opts, opt: the optimizers, and the first; if none was given, those that were seen stepping.
+        state: what is open, a `State`.
         training: True from a training forward to the end of its batch; False in validation.
         epoch, train_iter, n_steps: 0-based, as marked; training batches; optimizer steps.
         loss: of the current batch, detached, if it is known by now; else None.
-        pred: the live output of the model during `after_pred`, else None.
-        losses: the loss of each batch, a `LossHistory`.
-        spans: for each epoch its number, its first step, and the values reported with it; for one
+        epochs: for each epoch its number, its first step, and the values reported with it; for one
             with several validations one for each.
+        pred: the live output of the model during `after_pred`, else None.
         n_cancelled_steps: steps that a callback has cancelled (CancelStepException).
+        loss_twice: the loss function was called again within a batch.
+        warned: a warning has said what was not recorded.
     """
 
-    dls = n_epoch = accelerator = pred = loss = None
-    epoch = train_iter = n_cancelled_steps = 0
-    _noted = 0  # after how many steps values were reported last
-    rolled_out = False  # the model was evaluated within the batch
-    warned = False  # a warning has said what was not recorded
-    other_loss = _warned_of_loss = False  # what the model returns is not what backward() is for
+    dls = n_epoch = accelerator = None
 
     def __init__(self, model: Any, opts: Iterable[Any], loss_func: Any) -> None:
         super().__init__()
         self.model, self.loss_func = unwrap(model), loss_func
         self.opts = list(opts)
         self.finds_opts = not self.opts
-        self.losses, self.spans = LossHistory(), list[dict[str, Any]]()
         self.hooks = LoopHooks(model)
+        self.epoch = self.n_cancelled_steps = 0
+        self.warned = self.loss_twice = False
+        # what the model returns as its loss is not what backward() is called on; it was warned of
+        self.other_loss = self._warned_of_loss = False
+        self._noted = 0  # after how many steps values were reported last
         self._reset()
 
     def _reset(self) -> None:
-        self.train_iter, self.training, self.in_closure = 0, False, False
-        self._in_epoch = self._in_validation = False
-        self._marked = False  # a batch has begun, and its forward is still to come
-        self._joins_last = self._cancelled = self._in_eval = False
-        self._stepped: list[Any] = []  # optimizers, since the last training forward
-        self._adopted = False  # one that was not known has begun a step
+        self.state, self.training, self.in_closure, self.in_epoch = IDLE, False, False, False
+        self.train_iter, self.loss, self.pred = 0, None, None
+        self._computed: Tensor | None = None  # the last loss that the loss function gave
+        self._resume: tuple[State, list[Any]] = IDLE, []  # what PAUSED returns to, and recorders
+        self._rolled_out = False  # the model was evaluated within the batch
+        self._in_eval = False  # it ran in eval mode with gradients since the last training batch
+        self._stepped: list[Any] = []  # optimizers, in the step under way
         self._last: list[Any] = []  # those that made the step before
-        self._paused: list[Any] | None = None  # recorders, in a rollout within a batch
+        self._adopted = False  # one that was not known has begun a step
 
     @property
     def opt(self) -> Any:
@@ -80,7 +184,7 @@ class WatchedLoop(Loop):
     @property
     def in_batch(self) -> bool:
         """Whether a training batch has begun, and no optimizer has stepped since."""
-        return self.training and not self._stepped
+        return self.state in (MARKED, BATCH)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and (cb := self.cbs_by_name.get(name)) is not None:
@@ -93,75 +197,89 @@ class WatchedLoop(Loop):
     # --- a run
 
     def begin(self) -> None:
-        """The run begins: `before_fit`, then the hooks."""
+        """Begin a run: `before_fit`, then the hooks."""
         self._reset()
         self.fitting = True
         self("before_fit")
         self.hooks.attach(self)
 
     def end(self) -> None:
-        """Whatever happened: all hooks go, and every callback cleans up."""
+        """Remove all hooks, and let every callback clean up, whatever has happened."""
         self.hooks.remove()
         self.fitting = self.training = False
         self.step_scaler = None
         self._clean_up()
 
-    def mark_epoch(self) -> None:
-        """Batches after this belong to a new epoch; nothing happens if this one had none."""
+    def end_epoch(self) -> None:
+        """End the epoch, if it had a batch: those to come belong to a new one."""
         self._close()
-        self._set_validation(False)
-        if self._in_epoch:
+        self._end_validation()
+        if self.in_epoch:
             self("after_train", "after_epoch")
-            self.epoch, self._in_epoch = self.epoch + 1, False
+            self.epoch, self.in_epoch = self.epoch + 1, False
 
     def note(self, values: dict[str, Any]) -> None:
-        """Adds values to the last epoch; a later value of the same name begins another row of it.
+        """Add values to the last epoch; a later value of the same name begins another row of it.
 
         Before the first batch they get a row of their own.
         """
-        again = bool(self.spans) and not values.keys().isdisjoint(self.spans[-1])
-        if values and not self.spans:
-            self.spans.append({"epoch": self.epoch, "step": self.n_steps})
+        again = bool(self.epochs) and not values.keys().isdisjoint(self.epochs[-1])
+        if values and not self.epochs:
+            self.epochs.append({"epoch": self.epoch, "step": self.n_steps})
         elif again and self._noted < self.n_steps:
-            self.spans.append({"epoch": self.spans[-1]["epoch"], "step": self._noted})
+            self.epochs.append({"epoch": self.epochs[-1]["epoch"], "step": self._noted})
         if values:
-            self.spans[-1].update(values)
+            self.epochs[-1].update(values)
             self._noted = self.n_steps
 
-    # --- what the hooks tell: forwards
+    # --- forwards
 
-    def forward_began(self, training: bool, with_grad: bool, inputs: Any) -> None:
-        """A forward begins, in training mode or not; nothing of the model has run."""
-        if self._marked and with_grad:  # of a batch that has begun, whatever the mode is
-            self._marked, training = False, True
-        elif training and with_grad:
-            self._close()
+    def begin_forward(self, trains: bool, with_grad: bool, inputs: Any) -> None:
+        """Begin a batch, of training or validation, or a rollout; nothing of the model has run.
+
+        Args:
+            trains: the module is in training mode.
+            with_grad: gradients are on.
+            inputs: what it is given, any structure.
+        """
+        if self.state is MARKED and with_grad:  # it trains, whatever the mode is
+            self.state, trains = BATCH, True
+        elif trains and with_grad:
+            if self.state is not IDLE:
+                self._close()
             self._begin_batch()
-        elif self.in_batch:  # a rollout within a batch: nobody records it
-            self._paused, self.training = self.pause_recorders(), False
-            self.rolled_out = True
+        elif self.in_batch:
+            self._resume = self.state, self.pause_recorders()
+            self.state, self.training, self._rolled_out = PAUSED, False, True
         else:
             self._close()
-            self._set_validation(True)
+            if self.state is IDLE:
+                self.state = VALIDATION
+                self("before_validate")
+            self.state = EVALUATING
             self("before_batch")
         if self.training:
             self._in_eval = False
-            self.probes.see_batch(inputs, training)
+            if not self.probes.done:
+                self.probes.see_batch(inputs, trains)
         elif with_grad:
-            self.eval_part_began(inputs)
+            self.begin_eval_part(inputs)
 
-    def eval_part_began(self, inputs: Any) -> None:
-        """The model, or a part of it, runs in eval mode with gradients."""
-        if not self.in_batch and self._paused is None:
+    def begin_eval_part(self, inputs: Any) -> None:
+        """Note that the model, or a part of it, runs in eval mode with gradients."""
+        if self.state not in (MARKED, BATCH, PAUSED):
             self._in_eval = True
             self.probes.see_batch(inputs, training=False)
 
-    def forward_ended(self, output: Any, failed: bool = False, shared: bool = False) -> None:
-        """The forward returned `output`, the live object, or raised, which cancels its batch.
+    def end_forward(self, output: Any, failed: bool = False, shared: bool = False) -> None:
+        """End a forward: read the loss in its output, or cancel the batch if it has raised.
 
-        With `shared` the losses of a step's batches add up: see `LossHistory.put`.
+        Args:
+            output: what the model has returned, the live object.
+            failed: it has raised.
+            shared: the losses of a step's batches add up to the step's; see `LossLog.put`.
         """
-        if self._paused is not None:
+        if self.state is PAUSED:
             self._end_rollout()
         elif failed:
             if self.training:
@@ -169,92 +287,105 @@ class WatchedLoop(Loop):
             self._end_batch("after_cancel_batch")
         else:
             if self.training:
-                loss, guess = (None, False) if self.other_loss else loss_in(output)
+                loss, guess = None, False
+                if not self.other_loss and not (isinstance(output, Tensor) and output.ndim):
+                    loss, guess = loss_in(output)
                 if loss is not None:
                     self.report_loss(loss, True, guess, shared)
-                # of a loss function that is a module, its own input is read
-                known = None if isinstance(self.loss_func, nn.Module) else self.loss_func
-                self.probes.see_scores(known, output, fed=False, found=loss)
-            self.pred = output
-            try:
-                self("after_pred")
-            finally:
-                self.pred = None
+                if not self.probes.done:
+                    # of a loss function that is a module, its own input is read
+                    known = None if isinstance(self.loss_func, nn.Module) else self.loss_func
+                    self.probes.see_scores(known, output, fed=False, found=loss)
+            if "after_pred" in self.heard:
+                self.pred = output
+                try:
+                    self("after_pred")
+                finally:
+                    self.pred = None
             if not self.training:
                 self._end_batch()
 
     def mark_batch(self) -> None:
-        """The user says that a batch begins; the forward that follows belongs to it."""
+        """Begin a batch because the user says so; the forward that follows belongs to it."""
         self._close()
         self._begin_batch()
-        self._marked = True
+        self.state = MARKED
 
-    # --- what the hooks tell: steps
+    # --- steps
 
-    def step_began(self, opt: Any, closure: bool = False) -> None:
-        """`opt.step` was called; with a closure its forwards are still to come."""
+    def begin_step(self, opt: Any, closure: bool = False) -> None:
+        """Begin a step: `opt.step` was called; with a closure its forwards are still to come."""
         known = opt in self.opts
         if not known:
             self.opts, self._adopted = [*self.opts, opt], True
-        self.probes.see_step(opt)
-        if self._paused is not None:  # Ctrl-C has ended a rollout
+        if not self.probes.done:
+            self.probes.see_step(opt)
+        if self.state is PAUSED:  # Ctrl-C has ended a rollout
             self._end_rollout()
         if opt in self._stepped and graph_task() == -1:
             self._close()  # it steps again, and no forward was seen in between
-        self.step_scaler, self.in_closure = stepping_scaler(), closure
+        self.in_closure = closure
+        if self.cbs:
+            self.step_scaler = stepping_scaler()
         for cb in self.cbs if closure and not self._stepped else ():
             if cb.run and hasattr(type(cb), "_before_closure"):
                 cb._before_closure()
-        if not (self.training or closure or known) and self._last:
+        if self._last and not (self.training or closure or known):
             self._last.append(opt)  # one more of the step before: from now on it is known
-            self._joins_last = True
         elif not closure:
-            self.closure_ran()
+            self.begin_update()
 
-    def closure_ran(self) -> None:
-        """Gradients are there, and weights change from here on: the last chance to cancel."""
+    def begin_update(self) -> None:
+        """Send `before_step`: gradients are there, and weights change from here on."""
         if not self.training:
             self._begin_unseen_batch()
-        if self._stepped:
+        if self.state in (STEPPED, CANCELLED):
             return  # the same step goes on
         try:
-            self("before_step")
+            if "before_step" in self.heard:
+                self("before_step")
         except CancelStepException:
             self._cancel_step()
 
-    def step_ended(self, opt: Any) -> None:
-        """`opt` has changed the weights; their `.grad` is still there."""
+    def end_step(self, opt: Any) -> None:
+        """End a step of `opt`, which has changed the weights; their `.grad` is still there."""
         self.in_closure = False
         self.keep_rates(opt)
-        if self._joins_last:
-            self._joins_last = False
-            return
+        if not self.training:
+            return  # it has joined the step before, which is over
         if opt not in self._stepped:
             self._stepped.append(opt)
-        if graph_task() == -1 and len(self._stepped) >= len(self.opts):
+        if self.state is not CANCELLED:
+            self.state = STEPPED
+        if len(self._stepped) >= len(self.opts) and graph_task() == -1:
             self._close()
-            return
-        owned = [p for group in opt.param_groups for p in group["params"]]
-        for cb in self.cbs:  # recorders read its gradients now: they may be freed before the end
-            if cb.run and hasattr(type(cb), "_read_gradients") and not self._cancelled:
-                cb._read_gradients(owned)
+        elif self.state is STEPPED:
+            owned = [p for group in opt.param_groups for p in group["params"]]
+            for (
+                cb
+            ) in self.cbs:  # recorders read its gradients now: they may be freed before the end
+                if cb.run and hasattr(type(cb), "_read_gradients"):
+                    cb._read_gradients(owned)
 
-    # --- batches and steps
+    # --- what is open
 
     def _begin_batch(self) -> None:
-        self._set_validation(False)
-        self.warn_of_other_loss()
-        if not self._in_epoch:
-            self._in_epoch = True
-            self.spans.append({"epoch": self.epoch, "step": self.n_steps})
+        if self.state is not IDLE:
+            self._end_validation()
+        if self.other_loss:
+            self.warn_of_other_loss()
+        if not self.in_epoch:
+            self.in_epoch = True
+            self.epochs.append({"epoch": self.epoch, "step": self.n_steps})
             self("before_epoch", "before_train")
-        self.training, self.stepped, self.loss = True, False, None
-        self.rolled_out = False
+        self.state, self.training, self.stepped, self.loss = BATCH, True, False, None
+        self._rolled_out = False
         self.losses.begin(self.n_steps)
-        self("before_batch")
+        if "before_batch" in self.heard:
+            self("before_batch")
 
     def _begin_unseen_batch(self) -> None:
-        """A step came, and the forward before it was not seen."""
+        """Begin a batch at its step: the forward before it was not seen."""
         seen = self.hooks.root_ran or self.n_steps
         if not self.warned and (self._in_eval or not seen):
             self.warned = True
@@ -270,67 +401,100 @@ class WatchedLoop(Loop):
         for group in (group for opt in self.opts for group in opt.param_groups):
             for p in group["params"]:
                 p.grad = None  # then an optimizer changes nothing
-        self._cancelled, self.n_cancelled_steps = True, self.n_cancelled_steps + 1
+        self.state, self.n_cancelled_steps = CANCELLED, self.n_cancelled_steps + 1
         self("after_cancel_step")
 
     def _close(self) -> None:
-        """Ends the step that was made, if one was, and the batch that is open."""
+        """End the rollout, the step and the batch that are open, if any."""
+        if self.state is PAUSED:
+            self._end_rollout()
         if self.probes.other_loss and not self.other_loss:
             self.other_loss = True
-            self.losses.drop_found()
-        stepped, self._stepped = self._stepped, []
-        if stepped:
-            self._last = stepped
-            self.probes.end_step()
-            if self._cancelled:
-                self._cancelled = False
+            self.losses.drop_returned()
+        if self.state in (STEPPED, CANCELLED):
+            cancelled, self.state = self.state is CANCELLED, BATCH
+            self._last, self._stepped = self._stepped or self._last, []
+            if not self.probes.done:
+                self.probes.end_step()
+            if cancelled:
                 self.losses.drop(self.n_steps)
             else:
                 self.n_steps, self.stepped = self.n_steps + 1, True
-                self("after_step")
-            self._forget_replaced()
+                if "after_step" in self.heard:
+                    self("after_step")
+            if self._adopted:  # forget others, whose parameters those of this step hold
+                held, self._adopted = ids_of(self._last), False
+                stay = [o for o in self.opts if o in self._last or not ids_of([o]) <= held]
+                self.opts = stay
         if self.training:
             self._end_batch()
 
-    def _forget_replaced(self) -> None:
-        """Leaves out optimizers whose parameters those of the last step, one of them new, hold."""
-        if self._adopted:
-            held, self._adopted = ids_of(self._last), False
-            self.opts = [o for o in self.opts if o in self._last or not ids_of([o]) <= held]
-
     def _end_batch(self, event: str = "after_batch") -> None:
-        """The batch is over; until the next one nothing is recorded."""
-        self.train_iter += self.training and event == "after_batch"
+        """End the batch; until the next one nothing is recorded."""
+        trained = self.training
+        self.train_iter += trained and event == "after_batch"
         try:
-            self(event)
+            if event in self.heard:
+                self(event)
         finally:
-            self._marked = self.training = False
-            self.pause_recorders()
+            self.state, self.training = IDLE if trained else VALIDATION, False
+            if self.cbs:
+                self.pause_recorders()
 
     def _end_rollout(self) -> None:
-        for cb in self._paused or ():
+        (self.state, recorders), self.training = self._resume, True
+        for cb in recorders:
             cb._record(True)
-        self._paused, self.training = None, True
 
-    def _set_validation(self, on: bool) -> None:
-        if self._in_validation is not on:
-            self._in_validation = on
-            self("before_validate" if on else "after_validate")
+    def _end_validation(self) -> None:
+        if self.state in (VALIDATION, EVALUATING):
+            self.state = IDLE
+            self("after_validate")
+
+    def _epochs(self) -> list[dict[str, Any]]:
+        rows, by_step = [], self.losses.by_step(self.n_steps)
+        known = np.unique(self.losses.steps())
+        ends = [epoch["step"] for epoch in self.epochs[1:]] + [self.n_steps]
+        for epoch, end in zip(self.epochs, ends, strict=False):
+            reported = dict(epoch)
+            first, row = reported.pop("step"), {"epoch": reported.pop("epoch")}
+            if end > first or reported:
+                row["step"] = max(end - 1, 0)
+            own = known[(known >= first) & (known < end)]
+            if len(own):
+                row["train_loss"] = float(by_step[own].mean())  # NaN if one of them is
+            for name, value in reported.items():
+                numbers = isinstance(value, (Tensor, np.ndarray, np.generic))
+                row[name] = value.tolist() if numbers else value  # sync: one for each tensor
+            rows.append(row)
+        return rows
 
     # --- losses
 
     def report_loss(
-        self, loss: Tensor, found: bool = False, guess: bool = False, shared: bool = False
+        self, loss: Tensor, returned: bool = False, guess: bool = False, share: bool = False
     ) -> None:
-        """Takes the loss of the current batch, or of the step just made."""
-        self.probes.see_loss(loss, self.model.parameters(), found)
+        """Take the loss of the current batch, or of the step just made; see `LossLog.put`."""
+        if not self.probes.done:
+            self.probes.see_loss(loss, self.model.parameters(), returned)
         known = loss.detach().clone()  # `loss /= n_accumulate` may follow
-        self.losses.put(known, found, guess, shared, late=self._in_validation)
+        late = self.state in (VALIDATION, EVALUATING)
+        self.losses.put(known, returned, guess, share, late)
         if self.training:
             self.loss = known
 
+    def end_loss(self, loss_func: nn.Module, args: Any, loss: Tensor) -> None:
+        """Take the loss that the loss function has computed of `args`."""
+        if not self.training or (self._rolled_out and self.loss is not None):
+            return  # of a validation, maybe with gradients on, after a batch that was not stepped
+        self.loss_twice |= self.loss is not None and self.loss is self._computed
+        if args and not self.probes.done:
+            self.probes.see_scores(loss_func, args[0])
+        self.report_loss(one_number(loss))
+        self._computed = self.loss
+
     def warn_of_other_loss(self) -> None:
-        """Warns if backward() is called on another loss than the model's, and none is reported.
+        """Warn if backward() is called on another loss than the model's, and none is reported.
 
         A scalar that was only guessed to be the loss is one no more, and nobody need know.
         """
@@ -339,11 +503,240 @@ class WatchedLoop(Loop):
             self._warned_of_loss = True
             warn_other_loss(self.model)
 
-    def _gather(self) -> None:
-        self.losses.gather(self._where())
 
-    def _loss_history(self) -> LossHistory:
-        return self.losses
+def loss_in(output: Any) -> tuple[Tensor | None, bool]:
+    """Return the loss in a model's output, and whether that is only a guess.
 
-    def _epochs(self) -> list[dict[str, Any]]:
-        return epoch_rows(self.spans, self.losses, self.n_steps)
+    It is the output itself, or its `loss`, or, as a guess, its only scalar that has a gradient.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> loss_in({"logits": x, "loss": x.sum()}), loss_in((x, x.sum()))[1], loss_in(x)
+    ((tensor(2., grad_fn=<SumBackward0>), False), True, (None, False))
+    """
+    if isinstance(output, Tensor):
+        return output if output.dim() == 0 and output.requires_grad else None, False
+    scalars = {p: t for p, t in named_leaves(output) if t.dim() == 0 and t.requires_grad}
+    for path in (".loss", "['loss']"):
+        if path in scalars:
+            return scalars[path], False
+    return next(iter(scalars.values())) if len(scalars) == 1 else None, True
+
+
+_IN_STEP = "num_items_in_batch"
+"""A model that transformers' Trainer gives this divides its loss by the items of the whole step."""
+
+
+class LoopHooks:
+    """Tells a `WatchedLoop` of each forward of its model and of each step of its optimizers.
+
+    Two pairs of hooks see everything: forward hooks on the model and on each of its wrappers (the
+    user may call any of them), and the step hooks of optimizers. One more, on a loss function that
+    is a module, sees the loss. Counted are outermost calls of the thread that entered `watch`; no
+    recomputation by activation checkpointing, and no trace.
+
+    Where the model's own forward never runs (Lightning's training_step, a dict of two nets), a
+    training call of any of its parts begins a batch, and the next call of that same part another.
+
+    Attributes:
+        loop: the `WatchedLoop`, from `attach` to `remove`. It holds this object, so that a longer
+            reference would keep the model until the garbage collector runs.
+        root_ran: a training forward of the model itself was seen.
+        in_graph: the model ran inside a graph that `torch.compile` made of something around it.
+        elsewhere: a training forward was seen in another thread.
+    """
+
+    loop: WatchedLoop
+
+    def __init__(self, model: nn.Module) -> None:
+        self.outer, self.model = model, unwrap(model)
+        self.root_ran = self.in_graph = self.elsewhere = False
+        self._first_part: nn.Module | None = None  # the part that began the batch
+        self._of_model: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._thread = get_ident()
+        self._depth = 0  # of forwards under way
+        self._error: BaseException | None = None  # what was handled as the outermost one began
+        self._steps: list[Optimizer] = []  # under way: a step may call another's
+        self._evaluates = False  # the closure of a step
+        self._handles, self._on_parts = list[RemovableHandle](), list[RemovableHandle]()
+
+    def attach(self, loop: WatchedLoop) -> None:
+        """Register the hooks; `remove` removes all of them, also if this was cut short."""
+        self._begin()
+        self.loop = loop
+        for module in wrappers(self.outer):
+            check_hookable(module, "watch")
+            # before the user's hooks, which belong to the batch; after a forward that raised, too
+            self._handles.append(attach(module, self._before, pre=True, prepend=True))
+            self._handles.append(attach(module, self._after, always_call=True))
+        if not self.root_ran:
+            for part in self.model.modules():  # a ScriptModule runs no Python hooks
+                if part is not self.model and not isinstance(part, torch.jit.ScriptModule):
+                    before = attach(part, self._before_part, pre=True, prepend=True)
+                    self._on_parts.append(before)
+        if isinstance(loop.loss_func, nn.Module):
+            check_hookable(loop.loss_func, "watch")
+            self._handles.append(attach(loop.loss_func, self._after_loss))
+        _listen(self, True)
+
+    def remove(self) -> None:
+        """Remove what `attach` registered; can be called at any time, and twice."""
+        _listen(self, False)
+        remove_all([*self._handles, *self._on_parts])
+        self._thread = 0  # what is under way no longer counts
+        vars(self).pop("loop", None)
+
+    def owns(self, opt: Optimizer) -> bool:
+        """Tell whether `opt` holds a parameter of the model; again if it gets more groups."""
+        n, owned = self._of_model.get(opt, (-1, False))
+        if n != len(opt.param_groups):
+            own = {id(p) for p in chain(self.outer.parameters(), self.model.parameters())}
+            owned = any(id(p) in own for group in opt.param_groups for p in group["params"])
+            self._of_model[opt] = len(opt.param_groups), owned
+        return owned
+
+    # --- forwards
+
+    def _counts(self) -> bool:
+        return get_ident() == self._thread and graph_task() == -1 and not is_tracing()
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if is_compiling():
+            self.in_graph = True  # written only: no guard, no graph break
+        elif self._counts():
+            self._depth += 1
+            if self._depth == 1:
+                self._error = sys.exception()
+                self._begin_forward(self.model, args, kwargs)
+        elif module.training and get_ident() != self._thread and graph_task() == -1:
+            self.elsewhere |= torch.is_grad_enabled() and "_is_replica" not in module.__dict__
+
+    def _before_part(self, part: nn.Module, args: Any, kwargs: Any) -> None:
+        if is_compiling():
+            self.in_graph = True
+        elif not self._depth and torch.is_grad_enabled() and self._counts():
+            # all others that run in a batch are called by the part that began it, or after it
+            if not part.training:
+                self.loop.begin_eval_part((args, kwargs))
+            elif part is self._first_part or not self.loop.in_batch:
+                self._first_part = part
+                self._begin_forward(part, args, kwargs)
+
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._evaluates:
+            self._steps.clear()  # a step that is under way has raised
+        with_grad = torch.is_grad_enabled()
+        if module is self.model and module.training and with_grad and not self.root_ran:
+            self.root_ran = True
+            remove_all(self._on_parts)
+        self.loop.begin_forward(module.training, with_grad, (args, kwargs))
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._depth or is_compiling() or get_ident() != self._thread:
+            return
+        if graph_task() != -1 or is_tracing():
+            return
+        self._depth -= 1
+        if not self._depth:
+            failed, shared = sys.exception() is not self._error, kwargs.get(_IN_STEP) is not None
+            self.loop.end_forward(output, failed, shared)
+
+    def _after_loss(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if is_compiling() or not self._counts():
+            return
+        if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
+            self.loop.end_loss(module, args, output)
+
+    # --- steps
+
+    def before_step(self, opt: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Begin a step of any optimizer; return its arguments, if its closure is reported."""
+        if is_compiling() or (get_ident() != self._thread and graph_task() == -1):
+            return None  # in a backward pass a thread of autograd's may make a step that counts
+        loop = vars(self).get("loop")  # another thread may just have ended it
+        if loop is None or not (opt in loop.opts or self.owns(opt)):
+            return None
+        if getattr(opt, "found_inf", None) is not None and skips_step(opt):
+            return None
+        self._steps.append(opt)
+        if len(self._steps) > 1:  # within another's, or super().step()
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        # a user's own optimizer may take a number there, or the model
+        if not callable(closure) or isinstance(closure, nn.Module):
+            return loop.begin_step(opt)
+        loop.begin_step(opt, closure=True)
+        closure = self._reported(closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": closure}
+        return (args[0], closure, *args[2:]), kwargs
+
+    def _reported(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `closure`, whose first evaluation is reported: PyTorch has no hook for it."""
+        first = True
+
+        @wraps(closure)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal first
+            self._evaluates = True
+            try:
+                result = closure(*args, **kwargs)
+            finally:
+                self._evaluates = False
+            if first and (loop := vars(self).get("loop")) is not None:
+                loop.begin_update()
+            first = False
+            return result
+
+        return call
+
+    def after_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
+        """End a step of any optimizer."""
+        if not self._steps or self._steps[-1] is not opt:
+            return  # its begin was not followed
+        self._steps.pop()
+        if not self._steps:
+            self._depth = 0  # a forward that Ctrl-C has cut short ends here
+            self.loop.end_step(opt)
+
+
+# --- hooks on the steps of any optimizer: one may be made later, or be inside of another's step
+#
+# PyTorch iterates over its global hooks while they run. Another thread that trains, with or without
+# watch, would fail if a hook came or went in the meantime. So there is one for all watched loops,
+# from the first that begins to the last that ends.
+
+_listening: tuple[LoopHooks, ...] = ()  # replaced, never changed: another thread may iterate
+_handles: list[RemovableHandle] = []
+_lock = Lock()
+
+
+def _listen(hooks: LoopHooks, on: bool) -> None:
+    """Tell `hooks` of each step of an optimizer from now on, or no more."""
+    global _listening
+    with _lock:
+        others = tuple(each for each in _listening if each is not hooks)
+        _listening = (*others, hooks) if on else others
+        if not _listening:
+            remove_all(_handles)
+            _handles.clear()
+        elif not _handles:
+            register: Any = global_hooks.register_optimizer_step_pre_hook
+            _handles.append(register(_before_step))
+            register = global_hooks.register_optimizer_step_post_hook
+            _handles.append(register(_after_step))
+
+
+def _before_step(opt: Optimizer, args: Any, kwargs: Any) -> Any:
+    changed = None
+    for hooks in _listening:
+        if (result := hooks.before_step(opt, args, kwargs)) is not None:
+            changed = args, kwargs = result
+    return changed
+
+
+def _after_step(opt: Optimizer, args: Any, kwargs: Any) -> None:
+    for hooks in _listening:
+        hooks.after_step(opt, args, kwargs)

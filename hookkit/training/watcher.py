@@ -25,7 +25,7 @@ from hookkit.records import Floats, Reportable, Run
 from hookkit.training import watch_checks as checks
 from hookkit.training.live import ShowHealth
 from hookkit.training.loop import instances, is_recorder, no_attribute
-from hookkit.training.watch_losses import one_number
+from hookkit.training.watch_checks import one_number
 from hookkit.training.watched_loop import WatchedLoop
 
 
@@ -148,7 +148,7 @@ class Watcher(Reportable):
             if isinstance(error, CancelFitException):
                 self.loop("after_cancel_fit")
             if error is None or isinstance(error, CancelFitException):
-                self.loop.mark_epoch()
+                self.loop.end_epoch()
                 self.loop("after_fit")
         finally:
             self._take_down()
@@ -188,7 +188,7 @@ class Watcher(Reportable):
             ArgumentError: one of them is no number, or is `epoch` or `step`, which watch counts.
         """
         checks.check_reported(values)
-        self.loop.mark_epoch()
+        self.loop.end_epoch()
         self.note(**values)
 
     def note(self, **values: Any) -> None:
@@ -279,7 +279,7 @@ class Watcher(Reportable):
     def __repr__(self) -> str:
         loop = self.loop
         names = ", ".join(loop.cbs_by_name) or "no callbacks"
-        state = "running" if loop.fitting else "stopped" if loop.spans else "not started"
-        n, epochs = self.n_steps, len({span["epoch"] for span in loop.spans})
+        state = "running" if loop.fitting else "stopped" if loop.epochs else "not started"
+        n, epochs = self.n_steps, len({span["epoch"] for span in loop.epochs})
         steps = f"{n} step{'s' * (n != 1)} in {epochs} epoch{'s' * (epochs != 1)}"
         return f"Watcher({type(loop.model).__name__}: {steps}; {names}; {state})"
