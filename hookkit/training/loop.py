@@ -20,6 +20,7 @@ from torch import Tensor
 from hookkit import ranks
 from hookkit.callbacks.callback import Callback, around_fastai, is_of_fastai, method_for
 from hookkit.callbacks.events import BATCH_EVENTS, CANCEL_EXCEPTIONS, EVENTS, not_an_event
+from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.callbacks.loss_log import LossLog
 from hookkit.checks import kind_of
 from hookkit.errors import ArgumentError, HookError, OptionError, nearest
@@ -47,19 +48,27 @@ class Loop:
         info: facts that are added to the run.
     """
 
-    fitting = training = stepped = in_closure = in_epoch = eval_pass = False
-    finds_opts = False  # optimizers become known as they step
-    n_steps, first_step, _gathered_at = 0, 0, -1
-    step_scaler: Any = None  # the GradScaler that made the last optimizer step
+    # what a driver has besides
+    model: Any
+    loss_func: Any
+    n_epoch: Any
+    train_iter: int
     opts: Any
+    stepped_opts: Any
+    step_scaler: Any
 
     def __init__(self) -> None:
-        self.cbs, self._past, self.probes = L(), list[Callback](), TrainingProbes()
+        self.fitting = self.training = self.stepped = self.in_closure = self.in_epoch = False
+        self.finds_opts = False  # optimizers become known as they step
+        self.n_steps, self.first_step = 0, 0
         self.losses, self.epochs = LossLog(), list[dict[str, Any]]()
-        self.info: dict[str, Any] = {}
+        self.probes, self.info = TrainingProbes(), dict[str, Any]()
+        self.cbs, self._past = L(), list[Callback]()  # and those of past fits, to be read by name
+        self.heard: dict[str, list[tuple[Callback, Callable[[], object]]]] = {}
+        self._hooking: list[Any] = []  # the callbacks that have hooks on modules
         self._token = object()  # recorders have it from the loop whose steps they record
         self._rates: dict[Any, list[Any]] = {}  # of each optimizer, in its last step
-        self.heard: dict[str, list[tuple[Callback, Callable[[], object]]]] = {}
+        self._gathered_at = -1
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -149,6 +158,7 @@ class Loop:
                 if (f := method_for(cb, event)) is not None:
                     heard.setdefault(event, []).append((cb, f))
         self.heard = heard  # a new dict: an event under way goes on with its own list
+        self._hooking = [cb for cb in self.cbs if isinstance(cb, HookCallback)]
 
     def __call__(self, *events: str) -> None:
         """Sends events, in turn: each callback that has a method for one is called."""
@@ -233,7 +243,7 @@ class Loop:
 
     def pause_recorders(self) -> list[Any]:
         """Switch off the callbacks that record the current batch; return them, to be resumed."""
-        on = [cb for cb in self.cbs if hasattr(type(cb), "_record") and cb.recording]
+        on = [cb for cb in self._hooking if cb.recording]
         for cb in on:
             cb._record(False)
         return on

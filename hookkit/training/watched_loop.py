@@ -155,6 +155,7 @@ class WatchedLoop(Loop):
         self.hooks = LoopHooks(model)
         self.epoch = self.n_cancelled_steps = 0
         self.warned = self.loss_twice = False
+        self.step_scaler: Any = None  # the GradScaler that made the last step
         # what the model returns as its loss is not what backward() is called on; it was warned of
         self.other_loss = self._warned_of_loss = False
         self._noted = 0  # after how many steps values were reported last
@@ -162,7 +163,8 @@ class WatchedLoop(Loop):
 
     def _reset(self) -> None:
         self.state, self.training, self.in_closure, self.in_epoch = IDLE, False, False, False
-        self.train_iter, self.loss, self.pred = 0, None, None
+        self.train_iter, self.pred = 0, None
+        self.loss: Tensor | None = None
         self._computed: Tensor | None = None  # the last loss that the loss function gave
         self._resume: tuple[State, list[Any]] = IDLE, []  # what PAUSED returns to, and recorders
         self._rolled_out = False  # the model was evaluated within the batch
@@ -438,8 +440,8 @@ class WatchedLoop(Loop):
                 self(event)
         finally:
             self.state, self.training = IDLE if trained else VALIDATION, False
-            if self.cbs:
-                self.pause_recorders()
+            for cb in self._hooking:
+                cb._switch.on = False
 
     def _end_rollout(self) -> None:
         (self.state, recorders), self.training = self._resume, True
