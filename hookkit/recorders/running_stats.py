@@ -392,11 +392,8 @@ def _together(a: Entries, b: Entries) -> Entries:
 
 def _has_nonfinite(entry: Entry) -> bool:
     """Return whether values are not finite; sync: of a device, in a step that was not made."""
-    row = entry.row
-    if isinstance(row, Tensor):
-        bad = row[:, 8].sum() if row.ndim == 2 else row[8]
-    else:
-        bad = 0 if row is None else row[8]
+    row: Any = (0.0,) * 9 if entry.row is None else entry.row
+    bad = row[:, 8].sum() if isinstance(row, Tensor) and row.ndim == 2 else row[8]
     return bool(bad) or any(arrays.read(number)[0][8] for arrays, number in entry.small)
 
 
