@@ -85,7 +85,10 @@ from .collecting import (
 from .comparing import Comparison as Comparison, compare_models
 from .diagnosis import Diagnosis as Diagnosis, Finding as Finding, diagnose as diagnose
 from .diagnosis.report_page import report as report
-from .editing import (
+from .edits import (
+    Catcher as Catcher,
+    GramWrapper as GramWrapper,
+    Wrapper as Wrapper,
     add as add,
     edit_function as edit_function,
     edit_grad as edit_grad,
@@ -97,6 +100,7 @@ from .editing import (
     patch_from,
     replace as replace,
     scale as scale,
+    swap as swap,
     zero,
 )
 from .errors import (
@@ -150,12 +154,6 @@ from .summaries import (
     layer_info as layer_info,
     module_summary as module_summary,
     summary,
-)
-from .swapping import (
-    Catcher as Catcher,
-    GramWrapper as GramWrapper,
-    Wrapper as Wrapper,
-    swap as swap,
 )
 from .training import Learner, Watcher as Watcher, watch
 from .training.data import DataLoaders as DataLoaders

@@ -110,7 +110,7 @@ def edit_attention(
         HookError: later, before the pattern is used: it gave another shape, or the attention has
             not four dimensions. Where `at` is outside, PyTorch's own error, with a note.
 
-    >>> from hookkit.editing import zero
+    >>> from hookkit.edits import zero
     >>> layer = nn.MultiheadAttention(8, 2, batch_first=True)
     >>> with edit_attention(layer, zero(at=(..., 0))):  # nobody attends to the first position
     ...     _, pattern = layer(*[torch.randn(1, 5, 8)] * 3)

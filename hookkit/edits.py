@@ -7,8 +7,8 @@ Other modules in its place      swap, Wrapper, Catcher, GramWrapper
 """
 
 from hookkit.attention import edit_attention
-from hookkit.editing import (
-    add,
+from hookkit.editing.changes import add, patch_from, replace, scale, zero
+from hookkit.editing.making import (
     edit_function,
     edit_grad,
     edit_grads,
@@ -16,10 +16,6 @@ from hookkit.editing import (
     edit_inputs,
     edit_output,
     edit_outputs,
-    patch_from,
-    replace,
-    scale,
-    zero,
 )
 from hookkit.swapping import Catcher, GramWrapper, Wrapper, swap
 

@@ -12,7 +12,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from hookkit import hook_attention
 from hookkit.attention import attention_weights
-from hookkit.editing import edit_function, scale
+from hookkit.edits import edit_function, scale
 from hookkit.errors import HookError
 
 CALLS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hookkit.attention import attention_weights, edit_attention, hook_attention
-from hookkit.editing import patch_from, replace, scale, zero
+from hookkit.edits import patch_from, replace, scale, zero
 from hookkit.errors import HookError
 from hookkit.hooks import hook_function
 from hookkit.selecting import select

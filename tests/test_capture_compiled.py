@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import hookkit.hooks.eager as eager
-from hookkit.editing import edit_grad, edit_input, edit_output, zero
+from hookkit.edits import edit_grad, edit_input, edit_output, zero
 from hookkit.hooks import Hook, hook_all, hook_input, hook_inputs, hook_output, hook_outputs
 from hookkit.swapping import Catcher, swap
 

@@ -11,7 +11,7 @@ import torch
 from hooked import n_hooks
 from torch import Tensor, nn
 
-from hookkit.editing import edit_grad, edit_input, edit_output, edit_outputs, zero
+from hookkit.edits import edit_grad, edit_input, edit_output, edit_outputs, zero
 from hookkit.features import feature_extractor
 from hookkit.hooks import (
     Hook,

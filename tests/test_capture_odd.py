@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 
-from hookkit.editing import (
+from hookkit.edits import (
     edit_input,
     edit_output,
     zero,

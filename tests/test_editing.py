@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from hookkit.editing import (
+from hookkit.edits import (
     add,
     edit_grad,
     edit_input,

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookkit.editing import (
+from hookkit.edits import (
     add,
     edit_grads,
     edit_inputs,
-    edit_output,
     edit_outputs,
     scale,
     zero,
@@ -95,35 +94,6 @@ def test_two_names_of_a_shared_module_are_one_layer() -> None:
         with pytest.raises(OptionError, match=r"two keys mean the layer.*'act' and 'again'"):
             edit_outputs(modules, {"act": scale(10), "again": add(1)})
     assert not net["act"]._forward_hooks
-
-
-def test_a_default_of_the_parameter_name_is_the_users_own() -> None:
-    net, seen = Net(), list[str]()
-
-    for name in ("a", "b"):
-        with edit_output(net.blocks[0], lambda o, name=name: seen.append(name)):
-            net(X)
-    with edit_outputs(select(net, "blocks.*"), lambda m, i, o, name="c": seen.append(name)):
-        net(X)
-
-    assert seen == ["a", "b", "c", "c", "c"]
-
-
-def test_a_function_gets_the_name_of_its_layer() -> None:
-    net, seen = Net(), list[str]()
-    vectors = {"blocks.0": 1.0, "blocks.2": 1000.0}
-
-    def steer(module: nn.Module, input: Any, output: Tensor, name: str) -> Tensor:
-        seen.append(name)
-        return output + vectors.get(name, 0)
-
-    with edit_outputs(select(net, "blocks.*"), steer):
-        assert net(X).tolist() == [[1112.0, 1112.0]]
-    with edit_outputs(select(net, "blocks.*"), lambda output, name: output + len(name)):
-        assert net(X).tolist() == [[135.0, 135.0]]
-    with edit_output(net.blocks[0], lambda output, name: output * ("Linear" in name)):
-        assert net(X).tolist() == [[111.0, 111.0]]
-    assert seen == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def test_an_error_in_a_dict_of_edits_names_the_layer() -> None:

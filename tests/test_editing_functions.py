@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hookkit.editing import add, edit_function, edit_outputs, patch_from, scale, zero
+from hookkit.edits import add, edit_function, edit_outputs, patch_from, scale, zero
 from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.hooks import hook_function
 from hookkit.selecting import select

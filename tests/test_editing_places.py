@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hooked import n_hooks
 from torch import Tensor, nn
 
-from hookkit.editing import (
+from hookkit.edits import (
     add,
     edit_function,
     edit_input,

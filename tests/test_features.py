@@ -14,7 +14,7 @@ import torch
 from hooked import n_hooks
 from torch import Tensor, nn
 
-from hookkit.editing import add, edit_output
+from hookkit.edits import add, edit_output
 from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.features import feature_extractor
 from hookkit.hooks import hook_outputs

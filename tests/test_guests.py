@@ -5,7 +5,7 @@ import torch
 from hooked import n_hooks
 from torch import Tensor, nn
 
-from hookkit.editing import edit_output, scale
+from hookkit.edits import edit_output, scale
 from hookkit.features import feature_extractor
 from hookkit.hooks import hook_output, hook_outputs
 from hookkit.selecting import select

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.utils.checkpoint import checkpoint
 
-from hookkit.editing import edit_grad, edit_output, scale, zero
+from hookkit.edits import edit_grad, edit_output, scale, zero
 from hookkit.errors import HookError, NeverFiredWarning, OptionError
 from hookkit.hooks import Hook, StopForward, hook_inputs, hook_output, hook_outputs
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookkit
 from hookkit import ActivationStats, watch
-from hookkit.editing import edit_function, scale
+from hookkit.edits import edit_function, scale
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
 from hookkit.hooks import hook_function, hook_output
 from hookkit.selecting import select

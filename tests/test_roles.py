@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookkit.editing import edit_outputs, zero
+from hookkit.edits import edit_outputs, zero
 from hookkit.errors import SelectionError
 from hookkit.roles import ROLES
 from hookkit.selecting import select

@@ -31,7 +31,7 @@ from reference import (
 from torch import Tensor, nn
 from zoo import ZOO, Entry
 
-from hookkit.editing import edit_grads, edit_inputs, edit_outputs
+from hookkit.edits import edit_grads, edit_inputs, edit_outputs
 from hookkit.features import feature_extractor
 from hookkit.hooks import hook_inputs, hook_output, hook_outputs
 from hookkit.modules import can_run, walk

@@ -187,7 +187,7 @@ def patch_from(
 
     >>> import torch
     >>> from hookkit.hooks import hook_outputs
-    >>> from hookkit.editing import edit_outputs
+    >>> from hookkit.edits import edit_outputs
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
     >>> with hook_outputs(net) as clean: y = net(torch.ones(1, 2))
     >>> with edit_outputs([net[0]], patch_from(clean)): patched = net(torch.zeros(1, 2))

@@ -46,9 +46,9 @@ def edit_output(
             paths: of `"lstm[0]"` only that tensor is given to `f`. One given twice is edited once.
         f: gets the positional and keyword inputs as an `Inputs` tuple, and the live output; gives
             the replacement, of the same structure, or None to leave it. A function of one argument
-            gets the output alone; one that also has a parameter `name` without a default gets the
-            layer's name. Or a ready-made edit: `zero`, `scale`, `add`, `replace`, `patch_from`. It
-            must not write into the output. Or a dict with another edit for each layer,
+            gets the output alone. Or a ready-made edit: `zero`, `scale`, `add`, `replace`,
+            `patch_from`. It must not write into the output. Or a dict with another edit for each
+            layer,
             `{"blocks.3": add(v), "blocks.5": zero()}`: of a selection by its names, of the model
             itself by whatever `select` takes. Layers that it does not name are left alone.
         calls: which calls of a module are edited, by their number, from 0 in each `with`: a
