@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hookkit
 from hookkit.nested import leaves
 from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
-from hookkit.recorders.param_norms import norms_of
+from hookkit.recorders.parameters import norms_of
 from hookkit.records import Run
 from hookkit.training import watch
 

@@ -10,7 +10,7 @@ from torch.nn.utils import prune
 
 from hookkit.errors import HookError
 from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
-from hookkit.recorders.param_norms import norms_of
+from hookkit.recorders.parameters import norms_of
 from hookkit.training import watch
 
 

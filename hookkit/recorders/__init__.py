@@ -11,8 +11,7 @@ What they are made of:
 layer_hooks     What recorders' hooks do at a call of a layer: they show tensors to a target.
 running_stats   `RunningStats`: from tensors in hooks over batches and steps to a `Record`.
 step_table      `StepTable`: numbers by step in bounded memory; halved when it is full.
-parameters      The parameters of a model by name, and those that a step left alone.
-param_norms     Norms of parameters, of their gradients and of what a step has changed.
+parameters      The parameters of a model by name, those that a step used, norms of tensors.
 
 The numbers of a tensor, exact, in one read, merged without loss:
 moments         Nine numbers: by numpy on a CPU, by tensor operations elsewhere; merging.

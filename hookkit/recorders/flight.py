@@ -29,8 +29,7 @@ from hookkit.modules import class_name, unwrap
 from hookkit.recorders.graph_op import enlist, new_token, show_traced
 from hookkit.recorders.layer_hooks import LayerHooks
 from hookkit.recorders.moments import plain
-from hookkit.recorders.param_norms import grad_norms_by_id
-from hookkit.recorders.parameters import named_parameters
+from hookkit.recorders.parameters import grad_norms, named_parameters
 from hookkit.records import Incident
 
 _MOST = 16  # incidents kept: later ones of a run that fails again and again add nothing
@@ -204,10 +203,11 @@ class FlightRecorder(HookCallback):
     def _read_gradients(self, owned: Iterable[nn.Parameter]) -> None:
         """Takes the norms of gradients that an optimizer has used, before they are reset."""
         if self.recording:
-            norms, grads = grad_norms_by_id(owned), self._memory.batches[-1].grads
-            for name, _, p in named_parameters(self.learn.model):
-                if id(p) in norms:
-                    grads.setdefault(name, norms[id(p)])
+            ids, grads = {id(p) for p in owned}, self._memory.batches[-1].grads
+            named = [(n, p) for n, _, p in named_parameters(self.learn.model) if id(p) in ids]
+            for places, norms in grad_norms([p for _, p in named]):
+                for i, norm in zip(places, norms.unbind(), strict=True):
+                    grads.setdefault(named[i][0], norm)
 
     def _look(self, wait: bool) -> bool:
         """Whether something is not finite: of this batch with `wait`, else of those before."""

@@ -29,7 +29,7 @@ from hookkit.modules import class_name
 from hookkit.recorders.bins import LogBins, RangeBins
 from hookkit.recorders.layer_graph import consumers, dropouts, predecessors, unregistered
 from hookkit.recorders.layer_hooks import LayerHooks
-from hookkit.recorders.parameters import idle_parameters, named_parameters
+from hookkit.recorders.parameters import named_parameters, used_parameters
 from hookkit.recorders.running_stats import Options, RunningStats
 from hookkit.recorders.stats_list import StatsList, list_stats
 from hookkit.recorders.step_recorder import StepRecorder, clock
@@ -475,8 +475,8 @@ class GradientStats(LayerStats):
         """Reads the gradients of the parameters, as the step used them."""
         if self.of == "params" and self.recording and self.learn.stepped:
             params = list(self.learn.model.parameters())
-            idle = idle_parameters(self.learn, params)
-            self._read_gradients(p for p in params if id(p) not in idle)
+            used = used_parameters(self.learn, {id(p) for p in params})
+            self._read_gradients(p for p in params if id(p) in used)
 
     def _read_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Reads gradients that an optimizer has used, each once in a step."""

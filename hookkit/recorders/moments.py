@@ -111,7 +111,7 @@ _LARGE = {"f": 1e16, "d": 1e150}  # sums of squares of smaller values do not ove
 _SMALL = 1e-12  # the squares of smaller float32 values, or of their deviations, may underflow
 
 
-def _dot(a: Any, b: Any) -> float:
+def dot(a: Any, b: Any) -> float:
     """The sum of products, of blocks in float32, and of these in float64.
 
     In one float32 sum many equal values (a mask, spikes, saturated units) are rounded alike: it was
@@ -137,12 +137,12 @@ def array_row(x: Any, eps: float) -> tuple[float, ...]:
         if 0 < max(-low, high) < _SMALL:
             part = part.astype(np.float64)
         ones = _ONES[part.dtype.char][:n]
-        mean = _dot(part, ones) / n
-        m2 = _dot(part, part) - n * mean * mean
+        mean = dot(part, ones) / n
+        m2 = dot(part, part) - n * mean * mean
         if m2 < 0.1 * n * mean * mean:  # digits were lost
             y = part - part.dtype.type(mean)
-            rest = _dot(y, ones) / n
-            mean, m2 = float(part.dtype.type(mean)) + rest, _dot(y, y) - n * rest * rest
+            rest = dot(y, ones) / n
+            mean, m2 = float(part.dtype.type(mean)) + rest, dot(y, y) - n * rest * rest
         near = np.count_nonzero(np.abs(part) <= near_zero)
         zero = np.count_nonzero(part == 0) if near else 0  # faster than of floats
         row = 1.0, float(n), mean, max(m2, 0.0), low, high, float(near), float(zero), 0.0

@@ -1,34 +1,52 @@
 """`ParamStats`: how large weights, gradients and updates are, for any optimizer.
 
-The true update, not learning rate times gradient: the weights are copied before a recorded step and
-subtracted after it (`param_norms.WeightCopies`).
+The true update, not learning rate times gradient: `_Followed` copies the weights before a recorded
+step and subtracts them after it. It looks up names, classes and groups only when the parameters or
+the optimizers have changed. On a CPU numpy takes the norms of all small parameters together; on a
+device PyTorch's batched operations do, and nothing waits before somebody reads.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookkit import ranks
-from hookkit.callbacks.callback import Callback
-from hookkit.checks import check_number
-from hookkit.recorders.param_norms import WeightCopies, arriving, grad_norms_by_id, local_values
-from hookkit.recorders.parameters import Turns, idle_parameters, named_parameters
-from hookkit.recorders.step_recorder import from_all_ranks
+from hookkit.devices import to_host_async
+from hookkit.recorders.parameters import (
+    grad_norms,
+    is_plain,
+    local_values,
+    named_parameters,
+    norms_of,
+    used_parameters,
+)
+from hookkit.recorders.step_recorder import StepRecorder, clock, from_all_ranks
 from hookkit.recorders.step_table import Numbers, StepTable, sums
-from hookkit.records import Record, Reportable, grad_norms
+from hookkit.records import Record, grad_norms as norms_by_step
 
-_FIELDS = ("weight", "grad", "update", "ratio", "bad", "n", "n_grad", "lr", "n_lr")
+_FIELDS = ("weight", "update", "grad", "ratio", "bad", "n", "n_grad", "lr", "n_lr")
+_WEIGHT, _UPDATE, _GRAD, _RATIO, _BAD, _N, _N_GRAD, _LR, _N_LR = range(len(_FIELDS))
 _OF_TENSOR = ("ndim", "numel", "shape", "requires_grad", "dtype")
 _FACTS = (*_OF_TENSOR, "in_optimizer", "optimizer", "group", "weight_decay")
 
+_COUNTS = (_N, _N_GRAD, _N_LR)
+_KIND = attrgetter("shape", "device", "dtype")
 
-class ParamStats(Reportable, Callback):
-    """Weight norm, gradient norm, update norm and the update:weight ratio of every parameter.
+_SMALL = 4096  # values: float64 copies of so few cost less than calls for one more parameter
+
+Coming = tuple[Any, slice, Callable[[], Tensor]]
+"""Rows of a table, a part of its fields, and what waits for their (fields, rows) numbers."""
+
+
+class ParamStats(StepRecorder):
+    """Records weight norm, gradient norm, update norm and update:weight ratio of every parameter.
 
     `update_ratio` is `|w_after − w_before| / |w_before|`, whatever the optimizer; about 1e-3 is
     healthy for matrices (cs231n, Karpathy). `grad_norm` is of the gradient that the step used: NaN
@@ -39,7 +57,8 @@ class ParamStats(Reportable, Callback):
     Costs a copy of the weights, and about three reads of them in each recorded step.
 
     Args:
-        every: records every n-th optimizer step, beginning with the first of each fit.
+        every: records every n-th optimizer step, beginning with the first of each fit; None is 1.
+            `"auto"` records as often as costs at most 5 % of the time.
 
     Raises:
         OptionError: `every` is below 1.
@@ -52,88 +71,69 @@ class ParamStats(Reportable, Callback):
     (('a', 'b'), 5, True)
     """
 
-    order = -20
-    run_valid = False
-
-    def __init__(self, every: int | None = None) -> None:
-        if every is not None:
-            every = check_number("ParamStats", "every", every, 1, whole=True)
-        self.every, self.table = every, StepTable(params=sums(len(_FIELDS)))
-        self._n = 0  # records so far
+    def __init__(self, every: int | str | None = None) -> None:
+        super().__init__(every)
+        self.table = StepTable(params=sums(len(_FIELDS)))
         self._facts: dict[str, dict[str, Any]] = {}  # by name, in the order of rows
-        self._constant: dict[str, Any] = {}
+        self._constant: dict[str, Any] = {}  # whether all first values of a parameter were equal
         self._never: set[str] | None = None  # names whose optimizer has made no step so far
         self._written: set[str] = set()  # names that were written to, in fits that are over
-        # with the number of records that they are of
-        self._own: tuple[int, Record] | None = None
-        self._whole: tuple[int, Record] | None = None
         self._clear()
 
     def _clear(self) -> None:
-        self._first_step, self._n_copied = 0, -1  # of the fit; and whose weights were copied early
-        self._turns = Turns()
-        self._live: dict[str, nn.Parameter] = {}  # of the step under way, if it is recorded
-        self._parts: dict[int, Tensor] = {}  # norms of gradients that may be gone at the end
-        self._copies = WeightCopies()
-        self._held: list[Any] = []  # the parameters of the model, and their names and classes
-        self._named: list[Any] = []
-        self._trained: Any = None  # by whom and which, when the facts were learnt
+        self._followed: _Followed | None = None
+        self._copied_at = -1  # the step before which the weights were copied
         self._versions: dict[str, int] = {}  # how often each had been written when first seen
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters."""
+        """The names of the parameters, in the order of rows."""
         return list(self._facts)
 
     @property
     def types(self) -> list[str]:
-        """Class names of the modules that own them."""
+        """The class names of the modules that own the parameters."""
         return [facts["type"] for facts in self._facts.values()]
+
+    # --- events
 
     def before_fit(self) -> None:
         """Begins to count steps; what was recorded before stays."""
         if self.learn.fitting:
             self._clear()
-            self._first_step = self.learn.n_steps
+            self._begin_fit()
 
     def before_step(self) -> None:
         """Copies the weights, if this step is recorded."""
-        if not (self.learn.in_closure and self._n_copied == self.learn.n_steps):
-            self._copy()
-
-    def _before_closure(self) -> None:
-        """Copies the weights before a step that evaluates a closure: SAM has changed them there."""
-        self._copy()
-        self._n_copied = self.learn.n_steps
-
-    def _copy(self) -> None:
-        self._live, self._parts = {}, {}
-        if (self.learn.n_steps - self._first_step) % (self.every or 1):
+        learn = self.learn
+        n_steps = learn.n_steps
+        if (learn.in_closure and self._copied_at == n_steps) or not self._is_due(n_steps):
             return
-        held = [(name, id(p)) for name, p in self.learn.model.named_parameters()]
-        if held != self._held:  # walking modules for their classes takes longer
-            self._held, self._named = held, list(named_parameters(self.learn.model))
-        live = {name: p for name, _, p in self._named}
-        for name, p in live.items():
-            # Private: `_version`, the counter by which autograd knows of changes in place (since
-            # 0.4). Without it a parameter that moves between the records alone seems to stay.
-            self._versions.setdefault(name, p._version)
-        # layers are thawed, groups added; a loop's optimizers become known one by one
-        n_groups = [len(opt.param_groups) for opt in self.learn.opts]
-        trained = [*self.learn.opts], n_groups, [p.requires_grad for p in live.values()]
-        if self._copies.take(live) or self._trained != trained:
-            self._learn_facts()
-            self._trained = trained
-        if not self._n:
-            many = {name: t for name, p in live.items() if (t := local_values(p)).numel() > 1}
-            self._constant = {name: (t == t.flatten()[0]).all() for name, t in many.items()}
-        self._live = live
+        began = clock()
+        # layers are thawed, optimizers become known one by one, parameter groups are added
+        held = dict(learn.model.named_parameters())
+        params, opts = held.values(), learn.opts
+        key = [
+            *held,
+            *map(id, params),
+            *map(type, params),
+            *map(attrgetter("requires_grad"), params),
+        ]
+        key += [*opts, *map(len, map(attrgetter("param_groups"), opts))]
+        if self._followed is None or self._followed.key != key or not self._followed.copy():
+            self._follow(learn, key)
+        self._copied_at = n_steps
+        self._progress.spent += clock() - began
 
-    def _learn_facts(self) -> None:
-        groups = [(opt, g) for opt in self.learn.opts for g in opt.param_groups]
+    # a step that evaluates a closure: SAM changes the weights before the closure has run
+    _before_closure = before_step
+
+    def _follow(self, learn: Any, key: list[Any]) -> None:
+        """Looks up names, classes and groups, and copies the weights."""
+        groups = [(opt, g) for opt in learn.opts for g in opt.param_groups]
         owned = {id(p): i for i, (_, g) in enumerate(groups) for p in g["params"]}
-        facts = {**self._facts}
-        for name, kind, p in self._named:
+        named, facts = list(named_parameters(learn.model)), {**self._facts}
+        for name, kind, p in named:
             at = owned.get(id(p))
             opt, group = (None, {}) if at is None else groups[at]
             facts[name] = {
@@ -149,131 +149,39 @@ class ParamStats(Reportable, Callback):
                 "dtype": str(p.dtype),
                 "sharded": any(s.is_shard() for s in getattr(p, "placements", ())),
             }
-        self._facts = facts
+            # Private: `_version`, the counter by which autograd knows of changes in place (since
+            # 0.4). Without it a parameter that moves between the records alone seems to stay.
+            self._versions.setdefault(name, p._version)
+            if not self.table.n_steps and (values := local_values(p)).numel() > 1:
+                self._constant[name] = (values == values.flatten()[0]).all()
+        self._facts, self._followed = facts, _Followed(key, named, facts)
 
     def after_step(self) -> None:
         """Measures the step."""
-        live, self._live = self._live, {}
-        if not self.learn.stepped:
+        learn, followed = self.learn, self._followed
+        if not learn.stepped:
             return
-        self._turns.see(self, bool(live))
-        if live:
-            moved, grads = arriving(self._copies.moved(live)), arriving(self._grads_of(live))
-            rates = self._rates(live)
-            place = self.learn.n_steps - 1, self.learn.epoch, self.learn.train_iter
-            finds = self.learn.finds_opts and not self._n
-            self._n += 1
-            names = self.names
-            # without `self`, which holds the table
-            self.table.later(place, lambda: _numbers(names, moved(), grads(), rates, finds))
-
-    def _grads_of(self, live: dict[str, nn.Parameter]) -> list[tuple[list[str], Tensor]]:
-        """Names, and (1, names) norms of the gradients that the step used, for each device."""
-        parts, self._parts = self._parts, {}
-        idle = idle_parameters(self.learn, live.values())
-        rest = {name for name, p in live.items() if id(p) in idle}
-        self._never = rest if self._never is None else self._never & rest
-        known = {name: p for name, p in live.items() if name not in rest}
-        norms = grad_norms_by_id(p for p in known.values() if id(p) not in parts) | parts
-        by_device: dict[torch.device, dict[str, Tensor]] = {}
-        for name, p in known.items():
-            if (norm := norms.get(id(p))) is not None:
-                by_device.setdefault(norm.device, {})[name] = norm
-        return [(list(some), torch.stack([*some.values()])[None]) for some in by_device.values()]
-
-    def _read_gradients(self, owned: list[nn.Parameter]) -> None:
-        """Measures the gradients that one optimizer of several has used, before they are reset."""
-        if self._live:
-            self._parts |= grad_norms_by_id(owned)
-
-    def _rates(self, live: dict[str, nn.Parameter]) -> dict[str, Any]:
-        """The learning rate of each parameter's group, in the last step that its optimizer made."""
-        rates = [rate for opt in self.learn.opts for rate in self.learn.rates_of(opt)]
+        if followed is None or self._copied_at != learn.n_steps - 1:
+            self._end_step(learn, recorded=False)
+            return
+        began = clock()
+        used = used_parameters(learn, followed.ids)
+        idle = {name for name, p in followed.named if id(p) not in used}
+        self._never = idle if self._never is None else self._never & idle
+        followed.read_gradients(used)
+        table, coming = followed.measure()
+        rates = [rate for opt in learn.opts for rate in learn.rates_of(opt)]
         rates = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
-        groups = {name: self._facts[name]["group"] for name in live}
-        found = {name: rates[at] for name, at in groups.items() if at is not None}
-        return {name: rate for name, rate in found.items() if rate is not None}
+        # `read` must not hold the parameters, nor `self`, which holds the table
+        finds = learn.finds_opts and not self.table.n_steps
+        read = partial(_numbers, table, coming, followed.groups, rates, finds)
+        self.table.later((learn.n_steps - 1, learn.epoch, learn.train_iter), read)
+        self._progress.spent += clock() - began
+        self._end_step(learn, recorded=True)
 
-    # --- reading
-
-    def record(self) -> Record:
-        """Everything recorded so far, as plain numbers. The host waits for the device here.
-
-        Of a sharded model: norms of whole parameters, if the ranks were gathered since the last
-        record; else of this rank's shards, and `meta["rank"]` names it.
-        """
-        if self._whole is not None and self._whole[0] == self._n:
-            return self._whole[1]
-        if self._own is None or self._own[0] != self._n:
-            self._own = self._n, self._read(self._table())
-        return self._own[1]
-
-    def _since(self, step: int) -> Record:
-        """What was recorded after `step`, and at least the last record."""
-        if self._whole is not None and self._whole[0] == self._n:
-            return self._whole[1]
-        first = self.table.since(step)
-        return self._read(self._table(first), first)
-
-    def _table(self, first: int = 0) -> Any:
-        """(columns, rows, fields) sums over the steps of each column, from column `first` on."""
-        return self.table.read("params", len(self.names), first)
-
-    def _gather(self) -> None:
-        """Puts the shards of all ranks together, for `record()`: each of them has to call.
-
-        Raises:
-            HookError: on every rank, if they recorded different steps or parameters.
-        """
-        if not ranks.is_distributed():
-            return
-        own = self._table()
-        places = [tuple(place) for place in self.table.places().tolist()]
-        facts = {"steps": places, "options": self.names, "table": own}
-        parts = from_all_ranks("params", facts)
-        sharded = np.array([facts["sharded"] for facts in self._facts.values()], bool)
-        count = np.maximum(own[:, sharded, 5:6], 1)
-        shards = np.stack([part["table"][:, sharded] for part in parts])
-        table = own.copy()
-        if sharded.any():  # shards add in squares, replicas are alike on all ranks
-            norms = np.sqrt(((shards[..., :3] / count) ** 2).sum(0)) * count
-            table[:, sharded, :3] = norms
-            ratio = norms[..., 2] / np.maximum(norms[..., 0], 1e-300)
-            table[:, sharded, 3], table[:, sharded, 4] = (
-                ratio * count[..., 0],
-                shards[..., 4].sum(0),
-            )
-        self._whole = self._n, self._read(table, whole=True)
-
-    def _read(self, table: Any, first: int = 0, *, whole: bool = False) -> Record:
-        names = tuple(self.names)
-        meta: dict[str, Any] = {key: [f[key] for f in self._facts.values()] for key in _FACTS}
-        held, never = meta["in_optimizer"], self._never or ()
-        meta["in_optimizer"] = [x and n not in never for x, n in zip(held, names, strict=True)]
-        meta["constant"] = [bool(self._constant.get(name, False)) for name in names]
-        # in a recorded step; or between those, where none had its gradient: a rate of 0 writes too
-        moved, with_grad = ((table[..., i] > 0).any(0).tolist() for i in (2, 6))
-        between = self._written | self._writes()
-        rows = zip(names, moved, with_grad, strict=True)
-        meta["moved"] = [here or (name in between and not grad) for name, here, grad in rows]
-        if ranks.is_distributed() and not whole:
-            meta["rank"] = ranks.this_rank()
-        values = _values(np.moveaxis(table, 1, 0), np.array(meta["numel"]))
-        steps, epochs, iters, spans = self.table.places(first).T
-        axes = steps, epochs, iters, spans
-        return Record("param", names, tuple(self.types), *axes, values, meta=meta)
-
-    def grad_norms(self, n_steps: int | None = None) -> Any:
-        """(n_steps,) float64: norm of all gradients together by optimizer step, NaN elsewhere.
-
-        Where steps were merged it is the norm of the parameters' mean norms, at the first step.
-        """
-        return grad_norms(self.record(), n_steps)
-
-    def _writes(self) -> set[str]:
-        """Names of those that were written to since this fit first saw them."""
-        first = self._versions
-        return {name for name, _, p in self._named if p._version > first.get(name, p._version)}
+    def _read_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self._followed is not None and self._copied_at == self.learn.n_steps:
+            self._followed.read_gradients({id(p) for p in parameters})
 
     def cleanup_fit(self) -> None:
         """Gives back the copy of the weights."""
@@ -281,50 +189,236 @@ class ParamStats(Reportable, Callback):
         self._own = None
         self._clear()
 
+    # --- reading
+
+    def _read(self, since: int) -> Record:
+        first = self.table.since(since)
+        return self._as_record(self._sums(first), first)
+
+    def _sums(self, first: int = 0) -> Any:
+        """Return (columns, rows, fields) sums over the steps of each column, from `first` on."""
+        return self.table.read("params", len(self._facts), first)
+
+    def _read_ranks(self) -> Record:
+        own, places = self._sums(), self.table.places().tolist()
+        facts = {"steps": [tuple(place) for place in places], "options": self.names, "sums": own}
+        parts = from_all_ranks("params", facts)
+        # norms of shards add in squares; replicas are alike on all ranks
+        sharded = np.array([facts["sharded"] for facts in self._facts.values()], bool)
+        shards = np.stack([part["sums"][:, sharded] for part in parts])
+        n = np.maximum(own[:, sharded, _N : _N + 1], 1)
+        norms = np.sqrt(((shards[..., : _GRAD + 1] / n) ** 2).sum(0)) * n
+        ratio = norms[..., _UPDATE] / np.maximum(norms[..., _WEIGHT], 1e-300)
+        own[:, sharded, : _GRAD + 1], own[:, sharded, _RATIO] = norms, ratio * n[..., 0]
+        own[:, sharded, _BAD] = shards[..., _BAD].sum(0)
+        return self._as_record(own)
+
+    def _as_record(self, table: Any, first: int = 0) -> Record:
+        names = tuple(self._facts)
+        meta: dict[str, Any] = {key: [f[key] for f in self._facts.values()] for key in _FACTS}
+        held, never = meta["in_optimizer"], self._never or ()
+        meta["in_optimizer"] = [x and n not in never for x, n in zip(held, names, strict=True)]
+        meta["constant"] = [bool(self._constant.get(name, False)) for name in names]
+        # in a recorded step; or between those, where none had its gradient: a rate of 0 writes too
+        moved, with_grad = ((table[..., i] > 0).any(0).tolist() for i in (_UPDATE, _N_GRAD))
+        between = self._written | self._writes()
+        rows = zip(names, moved, with_grad, strict=True)
+        meta["moved"] = [here or (name in between and not grad) for name, here, grad in rows]
+        values = _values(np.moveaxis(table, 1, 0), np.array(meta["numel"]))
+        steps, epochs, iters, spans = self.table.places(first).T
+        axes = steps, epochs, iters, spans
+        return Record("param", names, tuple(self.types), *axes, values, meta=meta)
+
+    def grad_norms(self, n_steps: int | None = None) -> Any:
+        """Return the norm of all gradients together by optimizer step.
+
+        Returns:
+            (n_steps,) float64, NaN where no step was recorded. Where steps were merged it is the
+            norm of the parameters' mean norms, at the first step.
+        """
+        return norms_by_step(self.record(), n_steps)
+
+    def _writes(self) -> set[str]:
+        """Return the names of parameters that were written to since this fit first saw them."""
+        named = [] if self._followed is None else self._followed.named
+        return {name for name, p in named if p._version > self._versions[name]}
+
     def __getstate__(self) -> dict[str, Any]:
         constant = {name: bool(flag) for name, flag in self._constant.items()}
-        gone: dict[str, Any] = {"_live": {}, "_parts": {}, "_held": [], "_named": []}
-        gone |= {"_trained": None, "_copies": WeightCopies(), "_constant": constant}
-        return {**super().__getstate__(), **gone}
+        return {**super().__getstate__(), "_followed": None, "_constant": constant}
 
     def __repr__(self) -> str:
         return f"ParamStats({len(self.names)} parameters × {len(self.table)})"
 
 
-def _numbers(names: list[str], moved: Any, grads: Any, rates: Any, finds: bool) -> Numbers:
-    """The (rows, fields) table of a step; its fields add up over steps.
+class _Followed:
+    """The parameters of a model, as long as they and their optimizers stay the same.
 
-    In the first step of optimizers that are found as they step (`finds`), a parameter that has
-    not moved may belong to one that steps after this: nothing is known of it.
+    For each step: `copy()`, `read_gradients()` for what each optimizer has used, `measure()`. Small
+    parameters on a CPU are copied into one float64 array, so that one call takes all their norms.
+
+    Attributes:
+        key: what has to stay the same.
+        named: the name and parameter of each.
+        ids: the ids of the parameters.
+        groups: (rows of the table,) int64: the place of each row's parameter group among those of
+            all optimizers, −1 for none.
     """
-    table, known = np.zeros((len(names), len(_FIELDS))), dict[int, float]()
-    for i, name in enumerate(names):
-        if name in moved and not (finds and name not in rates and not moved[name][1]):
-            weight, update = moved[name]
-            grad = float(grads[name][0]) if name in grads else 0.0
-            ratio = update / weight if weight else math.inf * update if update else 0.0
-            bad = not math.isfinite(weight + update + grad)
-            table[i, :7] = weight, grad, update, ratio, bad, 1.0, name in grads
-        if name in rates:
-            rate = rates[name]
-            if id(rate) not in known:
-                known[id(rate)] = float(rate)  # sync: a tensor's, up to 8 steps later
-            table[i, 7:] = known[id(rate)], 1.0
+
+    def __init__(self, key: list[Any], named: list[Any], facts: dict[str, dict[str, Any]]) -> None:
+        self.key, self.named = key, [(name, p) for name, _, p in named]
+        self._params = [p for _, p in self.named]
+        self.ids = {id(p) for p in self._params}
+        places = [-1 if fact["group"] is None else fact["group"] for fact in facts.values()]
+        rows = {name: row for row, name in enumerate(facts)}
+        self._rows = np.array([rows[name] for name, _ in self.named], np.int64)
+        self.groups = np.full(len(facts), -1)
+        self.groups[self._rows] = np.array(places, np.int64)[self._rows]
+        plain = [is_plain(p) for p in self._params]
+        self._plain = None if all(plain) else plain
+        now = self._now()
+        self._kinds = [*map(_KIND, now)]
+        small = [i for i, t in enumerate(now) if plain[i] and t.is_cpu]
+        self._small = [i for i in small if 0 < now[i].numel() <= _SMALL]
+        sizes = [now[i].numel() for i in self._small]
+        self._starts = np.cumsum([0, *sizes])[:-1]
+        self._together = np.zeros((3, sum(sizes)))  # values before the step, after it, gradients
+        self._before, self._after, self._grads = (
+            [part.view(now[i].shape) for i, part in zip(self._small, row.split(sizes), strict=True)]
+            for row in torch.from_numpy(self._together)
+        )
+        self._grad_of = dict(zip(self._small, self._grads, strict=True))
+        others: dict[torch.device, list[int]] = {}
+        for i in sorted(set(range(len(now))) - {*self._small}):
+            others.setdefault(now[i].device, []).append(i)
+        empty = partial(torch.empty_like, requires_grad=False)
+        self._others = [(at, [empty(now[i]) for i in at]) for at in others.values()]
+        self.copy()
+
+    def _now(self) -> list[Any]:
+        if self._plain is None:
+            return self._params
+        pairs = zip(self._params, self._plain, strict=True)
+        return [p if plain else local_values(p) for p, plain in pairs]
+
+    @torch.no_grad()
+    def copy(self) -> bool:
+        """Copies the values, unless they have other shapes, devices or dtypes: then returns False.
+
+        Begins a step.
+        """
+        now = self._now()
+        if [*map(_KIND, now)] != self._kinds:
+            return False
+        self._read = set[int]()  # places of parameters whose gradient was read in this step
+        self._coming: list[Coming] = []
+        # Private: `torch._foreach_copy_`, and `_foreach_sub_` below (since 2.1), do one operation
+        # on a list of tensors, in few kernels on a GPU. Without them each needs its own call.
+        for at, copies in [(self._small, self._before), *self._others]:
+            if at:
+                torch._foreach_copy_(copies, [*map(now.__getitem__, at)])
+        return True
+
+    @torch.no_grad()
+    def read_gradients(self, ids: set[int]) -> None:
+        """Takes the norms of the gradients of these parameters, once in a step."""
+        copies: list[Tensor] = []
+        small: list[Tensor] = []
+        others: list[int] = []
+        for i, p in enumerate(self._params):
+            grad = p.grad
+            if grad is None or i in self._read or id(p) not in ids:
+                continue
+            self._read.add(i)
+            copy = self._grad_of.get(i)
+            usual = type(grad) is Tensor and grad.layout is torch.strided
+            if copy is not None and usual and grad.shape == copy.shape:
+                copies.append(copy)
+                small.append(grad)
+            else:
+                others.append(i)
+        if small:
+            torch._foreach_copy_(copies, small)
+        for at, norms in grad_norms([self._params[i] for i in others]):
+            rows = self._rows[[others[i] for i in at]]
+            self._coming.append((rows, slice(_GRAD, _GRAD + 1), to_host_async(norms[None])))
+
+    @torch.no_grad()
+    def measure(self) -> tuple[Any, list[Coming]]:
+        """Return the (rows, fields) table of the step as far as it is known, and what is coming.
+
+        Spoils the copies: the next step needs new ones.
+        """
+        table, now, rows = np.zeros((len(self.groups), len(_FIELDS))), self._now(), self._rows
+        kinds = [*map(_KIND, now)]
+        known = rows
+        if kinds != self._kinds:  # a step has given a parameter another shape, or moved it
+            pairs = enumerate(zip(kinds, self._kinds, strict=True))
+            changed = {i: old for i, (new, old) in pairs if new[:2] != old[:2]}
+            # nothing to subtract from: what is measured in its place is not used
+            blank = {i: torch.zeros(k[0], device=k[1], dtype=k[2]) for i, k in changed.items()}
+            now = [blank.get(i, t) for i, t in enumerate(now)]
+            known = np.delete(rows, [*changed])
+        table[known, _N], table[rows[[*self._read]], _N_GRAD] = 1, 1
+        if self._small:
+            torch._foreach_copy_(self._after, [*map(now.__getitem__, self._small)])
+            values = self._together
+            with np.errstate(all="ignore"):
+                values[1] -= values[0]
+                norms = np.sqrt(np.add.reduceat(values * values, self._starts, axis=1))
+            table[rows[self._small], : _GRAD + 1] = norms.T
+        coming = [*self._coming]
+        for at, copies in self._others:
+            weights = norms_of(copies)
+            # unrounded: 16-bit tensors in float32, others into the copies themselves
+            update = [t.float() if t.dtype.itemsize < 4 else t for t in copies]
+            torch._foreach_sub_(update, [*map(now.__getitem__, at)])
+            both = to_host_async(torch.stack([weights, norms_of(update)]))
+            coming.append((rows[at], slice(_WEIGHT, _GRAD), both))
+        return table, coming
+
+
+def _numbers(table: Any, coming: list[Coming], groups: Any, rates: Any, finds: bool) -> Numbers:
+    """Complete the table of a step; its fields add up over steps.
+
+    Args:
+        table, coming: see `_Followed.measure`.
+        groups: the place of each row's parameter group.
+        rates: the learning rate of each group; None if it has none.
+        finds: this is the first step of optimizers that are found as they step. A parameter that
+            has not moved may belong to one that steps after this: nothing is known of it.
+    """
+    for rows, fields, norms in coming:
+        table[rows, fields] = norms().double().numpy().T
+    # sync: rates that are tensors, up to 8 steps later. The last one is that of no group
+    by_group = np.array([*(math.nan if r is None else float(r) for r in rates), math.nan])
+    lr = by_group[groups]
+    weight, update, grad = (table[:, field] for field in (_WEIGHT, _UPDATE, _GRAD))
+    has_rate = ~np.isnan(lr)
+    known = table[:, _N] > 0
+    if finds:
+        known &= has_rate | (update != 0)
+    grad[table[:, _N_GRAD] == 0] = 0
+    with np.errstate(all="ignore"):
+        table[:, _RATIO] = np.where(update == 0, 0, update / weight)
+        table[:, _BAD] = ~np.isfinite(weight + update + grad)
+    table[~known] = 0
+    table[:, _LR], table[:, _N_LR] = np.where(has_rate, lr, 0), has_rate
     return {"params": table}
 
 
 def _values(table: Any, numel: Any) -> dict[str, Any]:
-    """Means over merged steps, from (rows, n, fields) sums; NaN where there was nothing."""
-    n, n_grad, n_lr = (np.where(table[..., i] > 0, table[..., i], math.nan) for i in (5, 6, 8))
+    """Return means over merged steps, from (rows, n, fields) sums; NaN where there was nothing."""
+    n, n_grad, n_lr = (np.where(table[..., i] > 0, table[..., i], math.nan) for i in _COUNTS)
     root = np.sqrt(np.maximum(numel, 1))[:, None]
     with np.errstate(all="ignore"):
         values = {
-            "weight_norm": table[..., 0] / n,
-            "grad_norm": table[..., 1] / n_grad,
-            "update_norm": table[..., 2] / n,
-            "update_ratio": table[..., 3] / n,
+            "weight_norm": table[..., _WEIGHT] / n,
+            "grad_norm": table[..., _GRAD] / n_grad,
+            "update_norm": table[..., _UPDATE] / n,
+            "update_ratio": table[..., _RATIO] / n,
         }
     values |= {"grad_rms": values["grad_norm"] / root, "weight_rms": values["weight_norm"] / root}
-    values["nonfinite"] = np.where(np.isnan(n), math.nan, table[..., 4])
-    values["lr"] = table[..., 7] / n_lr
+    values["nonfinite"] = np.where(np.isnan(n), math.nan, table[..., _BAD])
+    values["lr"] = table[..., _LR] / n_lr
     return values

@@ -1,23 +1,26 @@
-"""The parameters of a model by name, and which of them a step, or `every`, leaves out."""
+"""The parameters of a model by name, which of them a step has used, and the norms of tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from hookkit.callbacks.optimizers import ids_of
-from hookkit.errors import warn
+from hookkit.devices import widest_float
 from hookkit.modules import class_name, is_parametrization, join, submodules, walk
-from hookkit.recorders.moments import has_numbers
+from hookkit.recorders.moments import dot, has_numbers, plain, widened
 
-Named = tuple[str, str, nn.Parameter]
+_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_TINY = 1e-16  # the squares of values with a smaller norm leave float32
 
 
-def named_parameters(model: nn.Module) -> Iterator[Named]:
-    """(name, class of the owning module, parameter) of each parameter with values, once.
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Yield (name, class of the owning module, parameter) of each parameter with values, once.
 
     >>> [(name, kind) for name, kind, _ in named_parameters(nn.Sequential(nn.Linear(2, 2)))]
     [('0.weight', 'Linear'), ('0.bias', 'Linear')]
@@ -29,48 +32,84 @@ def named_parameters(model: nn.Module) -> Iterator[Named]:
         if rules is not None and is_parametrization("parametrizations", rules):
             held += [(f"parametrizations.{key}", p) for key, p in rules.named_parameters()]
         for key, p in held:
-            if id(p) not in seen and not _is_empty(p):
+            if isinstance(p, nn.parameter.UninitializedParameter) or p.is_meta or id(p) in seen:
+                continue
+            if p.is_quantized or has_numbers(p.dtype):  # quantized packs have a dtype of their own
                 seen.add(id(p))
                 yield join(place, key), class_name(module), p
 
 
-def _is_empty(p: nn.Parameter) -> bool:
-    if isinstance(p, nn.parameter.UninitializedParameter) or p.is_meta:
-        return True
-    return not (p.is_quantized or has_numbers(p.dtype))  # packed into a dtype of their own
+def used_parameters(learn: Any, ids: set[int]) -> set[int]:
+    """Return those of `ids` that are of parameters which an optimizer of the last step holds.
 
-
-def idle_parameters(learn: Any, parameters: Iterable[nn.Parameter]) -> set[int]:
-    """Return the ids of those of `parameters` that no optimizer of the last step holds.
-
-    Their `.grad` is of another step, of another loss (a GAN's other player), or adds up for ever.
+    The `.grad` of others is of another step, of another loss (a GAN's other player), or adds up for
+    ever. If the optimizers hold none of them, they have copies of the weights, and all are used.
     """
-    ids, held = {id(p) for p in parameters}, ids_of(learn.stepped_opts)
-    return ids - held if ids & held else set()  # else the optimizer has copies of the weights
+    return ids & ids_of(learn.stepped_opts) or ids
 
 
-class Turns:
-    """Which optimizers' steps a recorder with `every` meets, and which it passes over."""
+def is_plain(t: Tensor) -> bool:
+    """Tell whether `t` is an ordinary dense tensor of floats, which can be read as it is."""
+    kind = type(t) is Tensor or type(t) is nn.Parameter
+    return kind and t.dtype in _FLOATS and t.layout is torch.strided and not t.is_nested
 
-    def __init__(self) -> None:
-        self._n, self._met, self._missed = 0, set[int](), dict[int, str]()
 
-    def see(self, recorder: Any, recorded: bool) -> None:
-        """Note a step; warn once, after 8 records, of an optimizer that steps in none of them."""
-        learn, every = recorder.learn, recorder.every or 1
-        if every == 1 or len(learn.opts) < 2 or self._n > 8:
-            return
-        steps = {id(opt): type(opt).__name__ for opt in learn.stepped_opts}
-        self._n += recorded
-        if recorded:
-            self._met |= steps.keys()
-        else:
-            self._missed |= steps
-        if self._n == 8 and recorded and (unmet := self._missed.keys() - self._met):
-            names = ", ".join(sorted(self._missed[one] for one in unmet))
-            better = next(n for n in range(every + 1, every + 31) if math.gcd(n, 30) == 1)
-            who = type(recorder).__name__
-            warn(
-                f"{who}(every={every}) has recorded 8 steps, and none of {names}, which steps in "
-                f"turns with another: its steps always fall between. Use {who}(every={better}).",
-            )
+def local_values(t: Tensor) -> Tensor:
+    """Return what a norm can be taken of: the local shard, or a sparse gradient's values.
+
+    Values of a dtype without arithmetic (float8, bool) become ordinary floats. Where there are no
+    numbers (see `moments.plain`) the result is empty.
+    """
+    t = t.detach()
+    if t.layout is torch.sparse_coo:
+        t = t.coalesce().values()
+    if t.is_complex() and t.layout is torch.strided:
+        t = torch.view_as_real(t.resolve_conj())
+    values = plain(t)
+    if values is None:
+        return torch.zeros(0, dtype=torch.float32, device=t.device)
+    return values if values.dtype in _FLOATS else widened(values)
+
+
+def grad_norms(parameters: Sequence[nn.Parameter]) -> list[tuple[list[int], Tensor]]:
+    """Return, for each device, the places of parameters that have a gradient, and its norms there.
+
+    >>> w = nn.Parameter(torch.ones(4)); w.sum().backward()
+    >>> grad_norms([nn.Parameter(torch.ones(1)), w])
+    [([1], tensor([2.], dtype=torch.float64))]
+    """
+    by_device: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
+    for i, p in enumerate(parameters):
+        if p.grad is not None:
+            values = p.grad if is_plain(p.grad) else local_values(p.grad)
+            places, grads = by_device.setdefault(values.device, ([], []))
+            places.append(i)
+            grads.append(values)
+    return [(places, norms_of(grads)) for places, grads in by_device.values()]
+
+
+@torch.no_grad()
+def norms_of(tensors: list[Tensor]) -> Tensor:
+    """Return the (n,) 2-norms of tensors on one device, there and in its widest float.
+
+    On a CPU they are right to float32 also where squares leave float32, and of large tensors, of
+    which `torch.linalg.vector_norm` in float32 was 1e-2 off.
+
+    Args:
+        tensors: plain ones (see `is_plain`), or what `local_values` made of others.
+    """
+    wide = [t.float() if t.dtype.itemsize < 4 else t for t in tensors]
+    if not wide[0].is_cpu:
+        wide = [t if t.numel() else t.new_zeros(1) for t in wide]
+        # Private: `torch._foreach_norm` (since 2.0; torch's optimizers are made of such operations)
+        # takes the norms of a list of tensors in few kernels. Without it each needs its own launch.
+        kind = widest_float(wide[0].device)
+        return torch.stack(torch._foreach_norm(wide, 2, kind)).to(kind)
+    norms = np.empty(len(wide))
+    with np.errstate(all="ignore"):
+        for i, t in enumerate(wide):
+            values = t.detach().resolve_neg().reshape(-1).numpy()
+            norms[i] = math.sqrt(dot(values, values))
+            if not _TINY < norms[i] < math.inf:
+                norms[i] = np.linalg.norm(values.astype(np.float64))
+    return torch.from_numpy(norms)
