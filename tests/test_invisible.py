@@ -217,9 +217,9 @@ def test_a_change_deep_within_a_learner_is_seen() -> None:
     learn = quiet(cbs=stats_callbacks())
     before = all_of(learn)
     learn.model.a.data += 1
-    learn.param_stats._copies = None
+    learn.param_stats._versions = None
 
     found = changes(before, all_of(learn))
 
     assert any("._parameters.a" in path for path in found)
-    assert any("._copies" in path for path in found)
+    assert any("._versions" in path for path in found)

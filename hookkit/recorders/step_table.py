@@ -164,8 +164,9 @@ class StepTable:
         places = np.empty_like(self._places)
         places[: half + odd] = self._places[: self._n : 2]
         places[:half, 3] += self._places[1 : 2 * half : 2, 3]
-        self._n, self.stride = half + odd, 2 * self.stride
-        self._arrays, self._places = arrays, places
+        n, stride = half + odd, 2 * self.stride
+        # on one line: a Ctrl-C comes before it or after it
+        self._n, self.stride, self._arrays, self._places = n, stride, arrays, places
 
     # --- reading
 
