@@ -54,10 +54,12 @@ def train(
     after_backward: Callable[[], object] = lambda: None,
     zero: bool = True,
     step: bool = True,
+    recorders: Any = None,
 ) -> Watcher:
     """The usual loop of `n` steps of `loss_of(i)`."""
     opt = opt or torch.optim.Adam(model.parameters(), lr)
-    recorders = ActivationStats(include_paramless=True, units=True), ParamStats()
+    if recorders is None:
+        recorders = ActivationStats(include_paramless=True, units=True), ParamStats()
     with watch(model, opt, *recorders) as w:
         for i in range(n):
             loss = loss_of(i)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import made
 import numpy as np
 import pytest
 import torch
@@ -27,24 +28,8 @@ def test_a_diagnosis_is_a_sequence_of_findings_and_notes_leave_it_healthy():
     assert noted.headline == "healthy, 1 note: 3 layers, 100 steps"
 
 
-def wrong_sign(report):
-    """A model whose loss is driven up; `report(w, loss)` tells of it, or does not."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
-    opt = torch.optim.SGD(net.parameters(), 0.05)
-    with watch(net, opt, ActivationStats(), ParamStats()) as w:
-        for _ in range(40):
-            x = torch.randn(32, 8)
-            loss = nn.functional.cross_entropy(net(x), x[:, :3].argmax(1))
-            opt.zero_grad()
-            (-loss).backward()
-            opt.step()
-            report(w, loss)
-    return w.diagnose()
-
-
 def test_without_losses_no_run_is_healthy_and_the_cure_is_said():
-    found = wrong_sign(lambda w, loss: None)
+    found = diagnose(dataclasses.replace(made.run(n=40), losses=None))
 
     assert not found.healthy
     assert "below_zero" in found.not_judged["losses"]
@@ -103,14 +88,8 @@ def test_html_has_findings_and_what_was_not_judged_escaped():
 
 
 def test_layers_without_a_value_are_named():
-    net = nn.ModuleDict({"used": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
-    opt = torch.optim.SGD(net.parameters(), 0.1)
-    with watch(net, opt, ActivationStats()) as w:
-        for _ in range(12):
-            loss = net["used"](torch.randn(4, 2)).square().mean()
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            w.loss(loss)
+    run = made.run([("used", "Linear"), ("other", "Linear")], n=20)
+    values = {k: np.where([[True], [False]], x, np.nan) for k, x in run.activations.values.items()}
+    found = diagnose(Run(dataclasses.replace(run.activations, values=values)))
 
-    assert "1 never gave a value (other)" in w.diagnose().headline
+    assert "1 never gave a value (other)" in found.headline
