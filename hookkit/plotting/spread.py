@@ -151,10 +151,11 @@ def _used(counts: Any) -> tuple[int, int]:
     return max(int(low) - 1, 0), min(int(high) + 1, counts.shape[1] - 1)
 
 
-def _tiles(ax: Any, record: Record, rows: list[int], head: str) -> Any:
+def _tiles(ax: Any, record: Record, rows: list[int], head: str) -> None:
     """Draw every layer as a tile, all on one Axes: 24 Axes would take seconds to lay out."""
     if not rows or not len(record):
-        return figures.nothing(ax)
+        figures.nothing(ax)
+        return
     hist, (edges, ticks, names) = _check_hist(record)[rows], _value_axis(record)
     first, last = _used(hist)
     across, every = min(ACROSS, len(rows)), -(-len(record) * min(ACROSS, len(rows)) // 800)
@@ -188,4 +189,3 @@ def _tiles(ax: Any, record: Record, rows: list[int], head: str) -> Any:
     bar = ax.figure.colorbar(mesh, ax=ax, pad=0.01, aspect=25, fraction=0.03)
     bar.set_label("log10 of the share of values", fontsize=8)
     bar.ax.tick_params(labelsize=7)
-    return None
