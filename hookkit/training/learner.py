@@ -429,12 +429,12 @@ class Learner(Loop, Reportable):
         else:
             self.scaler.step(self.opt)
         if self.opt is not self._counted:  # without torch's hooks, or a new one since `before_fit`
-            self._on_step()
+            self._on_step(self.opts[0])
 
-    def _on_step(self, *_: Any) -> None:
-        if skips_step(self.opts[0]):
+    def _on_step(self, opt: Any, *_: Any) -> None:
+        if skips_step(opt):
             return
-        self.keep_rates(self.opts[0])
+        self.keep_rates(opt)
         if self.scaler is None:
             self._callbacks_scaler = stepping_scaler()
         self.n_steps += not self.stepped
