@@ -61,21 +61,6 @@ def test_afterwards_everything_is_the_learners_own_again_also_if_it_cannot_begin
     assert learn.n_steps == 4
 
 
-def test_accumulation_is_accelerates() -> None:
-    steps: list[bool] = []
-    look = Callback(after_batch=lambda cb: steps.append(cb.stepped))
-    look.run_valid = False
-    learn = quiet(cbs=look)
-
-    with learn.distrib_ctx(cpu=True, gradient_accumulation_steps=2) as same:
-        assert same is learn
-        learn.fit(1)
-
-    assert steps == [False, True, False, True]
-    assert learn.n_steps == 2
-    assert learn.steps_now
-
-
 def test_where_there_is_no_accelerate_or_it_sees_one_process_of_several_it_is_refused(
     monkeypatch: Any,
 ) -> None:

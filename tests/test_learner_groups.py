@@ -8,7 +8,7 @@ from learners import conv_layer, quiet
 from torch import nn
 
 from hookkit.testing import mlp, synth_learner
-from hookkit.training.groups import make_optimizer, set_hyper, spread
+from hookkit.training.groups import make_optimizer, set_hyper
 
 
 def halves(model: Any) -> list[Any]:
@@ -33,19 +33,6 @@ def test_a_splitter_gives_parameters_lists_modules_or_dicts(split: Any, sizes: l
     opt = make_optimizer(torch.optim.SGD, split(mlp(1, 4, 1)), 0.1)
 
     assert [len(g["params"]) for g in opt.param_groups] == sizes
-
-
-@pytest.mark.parametrize(
-    ("lr", "rates"),
-    [
-        (1e-2, [1e-2] * 3),
-        ([1, 2, 3], [1, 2, 3]),
-        (slice(1e-4, 1e-2), [1e-4, 1e-3, 1e-2]),
-        (slice(1e-2), [1e-3, 1e-3, 1e-2]),
-    ],
-)
-def test_rates_spread_over_groups_and_as_many_as_groups(lr: Any, rates: list[float]) -> None:
-    assert spread(lr, 3) == pytest.approx(rates)
 
 
 def test_rates_and_weight_decay_are_the_learners_or_those_of_one_fit() -> None:
