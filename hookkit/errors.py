@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 from types import FrameType
+from typing import Any
 
 __all__ = [
     "ArgumentError",
@@ -110,6 +111,17 @@ def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:
     ['layer1.conv2', 'layer1.conv1']
     """
     return get_close_matches(name, list(names), n=n, cutoff=0.5)
+
+
+def no_such(what: str, name: Any, names: Iterable[str]) -> SelectionError:
+    """Return the error for a `name` that is none of `names`, with those that are most like it.
+
+    >>> print(no_such("no layer fc", "fc", ["fc1", "conv"]))
+    no layer fc. Nearest: 'fc1'.
+    """
+    known = list(names)
+    near = ", ".join(map(repr, nearest(str(name), known) or known[:3])) or "there are none"
+    return SelectionError(f"{what}. Nearest: {near}.")
 
 
 def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:

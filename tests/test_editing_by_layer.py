@@ -64,7 +64,7 @@ def test_of_a_model_the_keys_select() -> None:
 @pytest.mark.parametrize(
     ("edits", "error", "says"),
     [
-        ({"blocks.7": zero()}, OptionError, "'blocks.7', and no layer of that name among the 3"),
+        ({"blocks.7": zero()}, SelectionError, "'blocks.7', and no layer of that name among the 3"),
         ({}, OptionError, "no module was given"),
         ({"blocks.0": zero}, ArgumentError, "makes an edit, and is none itself"),
         ({"blocks.0": 3}, ArgumentError, "must be a function"),

@@ -146,7 +146,7 @@ def test_rows_are_found_by_name_and_by_a_wrappers_name() -> None:
 
 
 def test_an_unknown_row_is_answered_with_the_nearest() -> None:
-    with pytest.raises(SelectionError, match=r'no row "blocks.1.nrom" among .* blocks.1.norm'):
+    with pytest.raises(SelectionError, match=r'no row "blocks.1.nrom" among .*blocks.1.norm'):
         summary(Net(), ids())["blocks.1.nrom"]
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from hookkit import ranks
 from hookkit.checks import check_path
-from hookkit.errors import OptionError, SelectionError, nearest
+from hookkit.errors import OptionError, no_such
 from hookkit.files import atomic_write
 
 _OURS = re.compile(r"rank\d+(/(layer\d+\.npy|ids\.npy|index\.json|\.hookkit-\w+\.tmp))?")
@@ -136,8 +136,7 @@ class Activations(dict[str, "Layer"]):
             self[name] = Layer(files, self.ids, shape, getattr(torch, dtype))
 
     def __missing__(self, name: Any) -> Layer:
-        near = ", ".join(map(repr, nearest(str(name), self) or [*self][:3]))
-        raise SelectionError(f"Activations: there is no layer {name!r}. Nearest: {near}.")
+        raise no_such(f"Activations: there is no layer {name!r}", name, self)
 
     def __repr__(self) -> str:
         few = [f"{name!r}: {layer}" for name, layer in [*self.items()][:3]]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hookkit.errors import OptionError, SelectionError, nearest
+from hookkit.errors import OptionError, no_such
 from hookkit.records.frames import pandas
 from hookkit.texts import harmless, si, wrap
 
@@ -142,8 +142,7 @@ class Comparison:
         rows = tuple(r for r in self.rows if key in (r.name, r.other_name))
         if not rows:
             names = dict.fromkeys(r.name for r in self.rows)
-            near = ", ".join(map(repr, nearest(key, names) or list(names)[:3])) or "there are none"
-            raise SelectionError(f'Comparison: no row is called "{key}". Nearest: {near}.')
+            raise no_such(f'Comparison: no row is called "{key}"', key, names)
         return rows
 
     def __str__(self) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from hookkit.editing.edit import Calls, Function, edit_options
-from hookkit.errors import OptionError, nearest
+from hookkit.errors import OptionError, no_such
 from hookkit.hooks import FunctionHooks, Hooks
 from hookkit.hooks.collection import Modules, Named, hooks_of, named_modules_of, require_modules
 from hookkit.hooks.functions import Within, function_kind
@@ -62,8 +62,9 @@ def edit_output(
 
     Raises:
         ArgumentError: `modules` holds what is no module; `f` is no function.
-        OptionError: no module is given; a key of `f` means no layer, or two keys mean one; `calls`
-            has what is no number of a call.
+        SelectionError: a key of `f` means no layer.
+        OptionError: no module is given; two keys of `f` mean one layer; `calls` has what is no
+            number of a call.
         HookError: a module is scripted; later, in the forward: a replacement of another structure,
             a ready-made edit of an object in which no tensor is found, or `calls` where numbers are
             not known: in a compiled graph, and in a checkpoint's recomputation of several calls.
@@ -232,10 +233,11 @@ def _by_layer(
     given = {} if is_model else {str(named[0]): named for named in named_modules_of(modules, who)}
     for key, edit in edits.items():
         if not is_model and key not in given:
-            raise OptionError(
+            raise no_such(
                 f"{who}: there is an edit for {key!r}, and no layer of that name among the "
-                f"{len(given)} given. Nearest: {nearest(str(key), given)}. Give the model, or what "
-                "select(model, …) returns, and its names."
+                f"{len(given)} given, by select(model, …)",
+                key,
+                given,
             )
         for named in named_modules_of(select(modules, key), who) if is_model else [given[key]]:
             name, module, leaf = str(named[0]), named[1], named[2]

@@ -26,7 +26,7 @@ from hookkit.errors import (
     OptionError,
     SelectionError,
     missing_extra,
-    nearest,
+    no_such,
 )
 from hookkit.files import atomic_write
 from hookkit.hooks.attach import check_hookable
@@ -34,7 +34,7 @@ from hookkit.hooks.hook import Hook
 from hookkit.hooks.options import HookOptions, HookScope, kind_of, silent_reasons
 from hookkit.hooks.values import Values
 from hookkit.modules import submodules, unwrap
-from hookkit.nested import describe, parts_in
+from hookkit.nested import parts_in
 
 T = TypeVar("T")
 Modules = Iterable[nn.Module] | Mapping[str, nn.Module]
@@ -217,8 +217,7 @@ class Hooks:
         Tensors are called `name`, or `name:call` with `keep="all"`, with `/path` behind it where a
         module returns a structure or an object, such as a cache, which is saved as it is by then.
         The metadata say of each key what it stands for, in the order of the hooks; they have the
-        structures in words, the modules' classes, the paths and the kind of the hooks. What is no
-        tensor is left out.
+        modules' classes, the paths and the kind of the hooks. What is no tensor is left out.
 
         Args:
             path: of the file; one that exists is replaced as a whole.
@@ -235,9 +234,8 @@ class Hooks:
         except ImportError:
             raise missing_extra("safetensors", "collect", "save a capture") from None
         path = check_path("Hooks.save", path)
-        tensors, keys, structures = dict[str, Tensor](), list[Any](), dict[str, str]()
+        tensors, keys = dict[str, Tensor](), list[Any]()
         for key, name, call, value in self._values_by_key():
-            structures[key] = describe(value)
             for inner, t in parts_in(value):
                 if isinstance(t, Tensor):
                     text = key + (f"/{inner}" if inner else "")
@@ -248,7 +246,6 @@ class Hooks:
         by_name = dict(self.items())  # an error where two have the same name
         about = {
             "keys": keys,
-            "structures": structures,
             "types": {name: type(h.module).__name__ for name, h in by_name.items()},
             "leaves": {name: h.leaf for name, h in by_name.items()},
             "kind": self.options.kind,
@@ -303,11 +300,7 @@ class Hooks:
         for h in self.hooks:
             if h.name == i:
                 return h
-        near = nearest(i, self.names) or list(self.names)[:3]
-        raise SelectionError(
-            f'{self.options.who}: no hook is called "{i}". Nearest: '
-            f"{', '.join(map(repr, near)) or 'there are none'}. .names lists all {len(self)}."
-        )
+        raise no_such(f'{self.options.who}: no hook is called "{i}"', i, self.names)
 
     def _ipython_key_completions_(self) -> list[str]:
         """What IPython and Jupyter offer after `h["`: the names."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
 from collections.abc import Callable
 from functools import lru_cache
 from types import FrameType
@@ -67,23 +66,23 @@ def run_fake(tree: Tree, run: Callable[[Any], tuple[Any, T]]) -> tuple[Any, T] |
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to load
 
-    thread, mode = threading.get_ident(), FakeTensorMode(allow_non_fake_inputs=True)
-
-    def is_of_other(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        _LOG.addFilter(is_of_other)
+        _LOG.addFilter(_no_record)
         result: tuple[Any, T] | None = run(mode)
         if result is not None and result[0].error is not None:
             result = None  # its traceback holds fake tensors
     finally:
-        _LOG.removeFilter(is_of_other)
+        _LOG.removeFilter(_no_record)
         _empty_caches(_holders(mode))
         if holders := _holders(mode):
             kinds = ", ".join(sorted({type(x).__name__ for x in holders}))
             raise ModelRunError(_LEFT.format(type(tree.model).__name__, kinds))
     return result
+
+
+def _no_record(record: logging.LogRecord) -> bool:
+    return False
 
 
 _LEFT = (

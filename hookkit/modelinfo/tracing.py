@@ -128,30 +128,24 @@ def _once(
         else:
             inputs = copied_inputs(inputs, lambda t: mode.from_tensor(t.detach()))
         try:
-            _call(tracer, inputs, mode, saves)
+            with ExitStack() as seen:
+                if mode is not None:
+                    seen.enter_context(mode)
+                if saves:
+                    seen.enter_context(saved_tensors_hooks(tracer.pack, lambda saved: saved.tensor))
+                seen.enter_context(tracer)
+                try:
+                    out = tree.model(*inputs, **inputs.kwargs)
+                    out = list(out) if isinstance(out, GeneratorType) else out
+                    # autograd may have saved the fake tensors that `mode` made of the parameters
+                    fakes = map(mode.from_tensor, tree.tensors) if mode is not None else ()
+                    tracer.ended(out, [*tree.tensors, *fakes])
+                except Exception as e:
+                    tracer.trace.error = e
+            if tracer.stopped:
+                raise Stopped
         finally:
             # The autograd graph refers to the tracer where Python's garbage collector cannot see
             # it. With an error in the trace, whose frames hold the graph, none would be freed.
             trace, tracer.trace = tracer.trace, Trace("none")
         return trace, read(trace)
-
-
-def _call(tracer: Tracer, inputs: Inputs, mode: Any, saves: bool) -> None:
-    """Calls the model under the tracer; its error is recorded."""
-    tree = tracer.tree
-    with ExitStack() as stack:
-        if mode is not None:
-            stack.enter_context(mode)
-        if saves:
-            stack.enter_context(saved_tensors_hooks(tracer.pack, lambda packed: packed.tensor))
-        stack.enter_context(tracer)
-        try:
-            out = tree.model(*inputs, **inputs.kwargs)
-            out = list(out) if isinstance(out, GeneratorType) else out
-            # autograd may have saved the fake tensors that `mode` made of the parameters
-            fakes = map(mode.from_tensor, tree.tensors) if mode is not None else ()
-            tracer.ended(out, [*tree.tensors, *fakes])
-        except Exception as e:
-            tracer.trace.error = e
-    if tracer.stopped:
-        raise Stopped

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hookkit.errors import SelectionError, nearest
+from hookkit.errors import no_such
 from hookkit.records.frames import pandas
 from hookkit.summaries.drawing import as_html, as_text
 from hookkit.summaries.rows import Row, Totals
@@ -118,9 +118,7 @@ class Summary:
             for row in self.rows:
                 if row.name == known:
                     return row
-        near = ", ".join(nearest(str(name), (r.name for r in self.rows)))
-        hint = f"Nearest: {near}" if near else "list(s) gives all rows"
-        raise SelectionError(f'no row "{name}" among {len(self.rows)}. {hint}')
+        raise no_such(f'no row "{name}" among {len(self.rows)}', name, (r.name for r in self.rows))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain dicts, lists, numbers and text, ready for JSON."""
