@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from hookkit.checks import check_flag
 from hookkit.errors import NeverFiredWarning, warn
-from hookkit.hooks.attach import attach, check_hookable, in_thread
-from hookkit.hooks.calls import is_exporting
+from hookkit.hooks.attach import attach, check_hookable
+from hookkit.hooks.calls import call_kind
 from hookkit.hooks.eager import EAGER, enter_eager
 from hookkit.hooks.options import StopForward
 from hookkit.hooks.values import part_at, snapshot
@@ -105,7 +105,7 @@ class FeatureExtractor(Wrapper):
     def _extract(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         features, thread = dict[str, Any](), get_ident()
         # torch.export needs the whole forward; operations without a use fall out of its graph
-        stop = self.stop and not is_exporting()
+        stop = self.stop and call_kind() != "exported"
 
         def seeing(key: str, leaf: str) -> Callable[..., None]:
             """The hook that stores the output of a layer, or the part of it at `leaf`."""
@@ -113,7 +113,7 @@ class FeatureExtractor(Wrapper):
             def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
                 nonlocal stop
                 # other threads may call the same model, in an extractor or not
-                if key in features or not in_thread(thread):
+                if key in features or call_kind(thread) == "other thread":
                     return
                 part = part_at(output, leaf, "feature_extractor", lambda: f'"{key}"')
                 # later in-place operations do not change it

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from hookkit.checks import check_module, kind_of
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError, warn
-from hookkit.hooks.attach import attach, recomputing
+from hookkit.hooks.attach import attach
+from hookkit.hooks.calls import recomputing
 from hookkit.hooks.eager import layer_by_layer
 from hookkit.hooks.values import snapshot
 from hookkit.modules import submodules, unwrap

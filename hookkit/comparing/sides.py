@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from hookkit.errors import ArgumentError, HookError, OptionError, missing_extra
-from hookkit.hooks.attach import Switch, attach, recomputing
+from hookkit.hooks.attach import Switch, attach
+from hookkit.hooks.calls import recomputing
 from hookkit.hooks.values import is_transformed, snapshot
 from hookkit.modelinfo.untouched import real_inputs, untouched
 from hookkit.modules import join, submodules

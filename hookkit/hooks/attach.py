@@ -13,7 +13,6 @@ nothing. `Hook` uses the checks of this file, and the note that names the hook o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from threading import get_ident
 from types import CodeType
 from typing import Any
 
@@ -23,31 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hookkit.checks import check_module
 from hookkit.errors import ArgumentError, HookError
-from hookkit.hooks.calls import graph_task as graph_task, recomputing as recomputing
+from hookkit.hooks.calls import is_compiling
 from hookkit.modules import can_run
-
-is_compiling = torch.compiler.is_compiling
-# Private: `torch._C._is_tracing`, whether torch.jit.trace records this forward (since 1.0).
-# `torch.jit.is_tracing` takes three calls of Python, in each forward; it is the fallback.
-is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit._trace.is_tracing)
-
-
-# Private: `torch.compiler._is_exporting_flag`, True while torch.export traces. The public
-# `is_exporting()` is folded to True in any trace by torch 2.11, so edits would be left out of
-# compiled graphs. Without it, the public one is used.
-if hasattr(torch.compiler, "_is_exporting_flag"):
-
-    def is_exporting() -> bool:
-        """Whether torch.export is tracing."""
-        return bool(torch.compiler._is_exporting_flag)
-
-else:
-    is_exporting = torch.compiler.is_exporting
-
-
-def in_thread(thread: int | None) -> bool:
-    """Return True if this call is made by `thread`, or in a backward pass; None is every thread."""
-    return thread is None or thread == get_ident() or (not is_compiling() and graph_task() != -1)
 
 
 class Switch:

@@ -28,17 +28,9 @@ is_compiling = torch.compiler.is_dynamo_compiling  # a third of the cost of is_c
 # counted as a second call.
 graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
-# Private: `torch.compiler._is_exporting_flag`, True while torch.export traces. The public
-# `is_exporting()` is folded to True in any trace by torch 2.11, so edits would be left out of
-# compiled graphs. Without it, the public one is used.
-if hasattr(torch.compiler, "_is_exporting_flag"):
-
-    def is_exporting() -> bool:
-        """Return True while torch.export is tracing."""
-        return bool(torch.compiler._is_exporting_flag)
-
-else:
-    is_exporting = torch.compiler.is_exporting
+# Asked apart from `call_kind`: torch.jit.trace really runs the model, so its calls are stored; but
+# it hooks no gradients and trains nothing.
+is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
 def call_kind(thread: int | None = None) -> CallKind:
@@ -52,11 +44,17 @@ def call_kind(thread: int | None = None) -> CallKind:
     >>> call_kind(), call_kind(thread=-1)
     ('first', 'other thread')
     """
+    # Private: `torch.compiler._is_exporting_flag`, True while torch.export traces. The public
+    # `is_exporting()` is folded to True in any trace by torch 2.11, so edits would be left out of
+    # compiled graphs. Without it, the public one is used.
+    exporting = getattr(torch.compiler, "_is_exporting_flag", None)
+    if exporting is None:
+        exporting = torch.compiler.is_exporting()
     if is_compiling():
-        return "exported" if is_exporting() else "compiled"
+        return "exported" if exporting else "compiled"
     if graph_task() != -1:
         return "recomputed"
-    if is_exporting():
+    if exporting:
         return "exported"
     return "first" if thread is None or thread == get_ident() else "other thread"
 

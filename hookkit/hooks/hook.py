@@ -28,8 +28,8 @@ from hookkit.errors import (
     nearest,
     warn,
 )
-from hookkit.hooks.attach import brief, check_hookable, is_tracing, note
-from hookkit.hooks.calls import call_kind, graph_task, is_compiling
+from hookkit.hooks.attach import brief, check_hookable, note
+from hookkit.hooks.calls import call_kind, graph_task, is_compiling, is_tracing
 from hookkit.hooks.eager import has_compiled
 from hookkit.hooks.grads import Receive, listen_inputs, listen_output
 from hookkit.hooks.options import NO_BACKWARD, HookOptions, HookScope, StopForward, kind_of

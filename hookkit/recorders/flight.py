@@ -24,7 +24,7 @@ from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.checks import check_choice, check_number, shown
 from hookkit.devices import sent
 from hookkit.errors import NonFiniteError, OptionError
-from hookkit.hooks.attach import graph_task
+from hookkit.hooks.calls import graph_task
 from hookkit.modules import class_name, unwrap
 from hookkit.recorders.graph_op import enlist, new_token, show_traced
 from hookkit.recorders.layer_hooks import LayerHooks

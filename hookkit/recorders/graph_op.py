@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookkit.hooks.attach import in_thread
-from hookkit.hooks.calls import is_exporting
+from hookkit.hooks.calls import call_kind
 
 _ids = itertools.count()
 _receivers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -22,7 +21,7 @@ _receivers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary(
 
 def show_traced(receiver: Any, row: int, leaf: int, path: str, t: Tensor) -> None:
     """Adds the operation to the graph that is traced; nothing while a model is exported."""
-    if not is_exporting():
+    if call_kind() != "exported":
         torch.ops.hookkit.observe(t.detach(), receiver.token, receiver.id, row, leaf, path)
 
 
@@ -47,7 +46,7 @@ _library.define(
 
 def _observe(t: Tensor, token: Tensor, receiver: int, row: int, leaf: int, path: str) -> None:
     known = _receivers.get(receiver)
-    if known is not None and in_thread(known.thread):
+    if known is not None and call_kind(known.thread) != "other thread":
         known.update(row, leaf, path, t)
 
 

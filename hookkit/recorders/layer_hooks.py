@@ -19,16 +19,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hookkit.errors import warn
-from hookkit.hooks.attach import (
-    Switch,
-    attach,
-    brief,
-    called,
-    graph_task,
-    is_compiling,
-    is_tracing,
-    remove_all,
-)
+from hookkit.hooks.attach import Switch, attach, brief, called, remove_all
+from hookkit.hooks.calls import call_kind, graph_task, is_compiling, is_tracing
 from hookkit.hooks.grads import listen_output
 from hookkit.hooks.values import part_at
 from hookkit.nested import Inputs, named_leaves, put, tmap
@@ -215,11 +207,10 @@ def _counts(thread: int, module: nn.Module, again: bool = False) -> bool:
     Args:
         again: whether calls within a backward pass count: a checkpoint runs the forward again.
     """
-    if is_compiling():
-        return True
-    if graph_task() != -1:
-        return again
-    return get_ident() == thread or "_is_replica" in module.__dict__
+    kind = call_kind(thread)
+    if kind == "other thread":
+        return "_is_replica" in module.__dict__
+    return kind in ("first", "compiled") or (kind == "recomputed" and again)
 
 
 def _makes_loss(output: Any) -> bool:

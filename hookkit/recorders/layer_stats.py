@@ -24,7 +24,7 @@ from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.checks import check_choice, check_flag, check_number, kind_of, shown
 from hookkit.devices import widened
 from hookkit.errors import OptionError, warn
-from hookkit.hooks.attach import graph_task
+from hookkit.hooks.calls import graph_task
 from hookkit.modules import class_name
 from hookkit.recorders.bins import LogBins, RangeBins
 from hookkit.recorders.layer_graph import consumers, dropouts, predecessors, unregistered

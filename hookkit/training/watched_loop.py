@@ -28,7 +28,8 @@ from torch.utils.hooks import RemovableHandle
 from hookkit.callbacks.events import CancelStepException
 from hookkit.callbacks.optimizers import ids_of, skips_step, stepping_scaler
 from hookkit.errors import HookError
-from hookkit.hooks.attach import attach, check_hookable, graph_task, is_tracing, remove_all
+from hookkit.hooks.attach import attach, check_hookable, remove_all
+from hookkit.hooks.calls import call_kind, graph_task, is_tracing
 from hookkit.modules import unwrap, wrappers
 from hookkit.nested import named_leaves
 from hookkit.training.loop import Loop
@@ -601,24 +602,23 @@ class LoopHooks:
 
     # --- forwards
 
-    def _counts(self) -> bool:
-        return get_ident() == self._thread and graph_task() == -1 and not is_tracing()
-
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if is_compiling():
             self.in_graph = True  # written only: no guard, no graph break
-        elif self._counts():
+        elif (kind := call_kind(self._thread)) == "first" and not is_tracing():
             self._depth += 1
             if self._depth == 1:
                 self._error = sys.exception()
                 self._begin_forward(self.model, args, kwargs)
-        elif module.training and get_ident() != self._thread and graph_task() == -1:
+        elif module.training and kind == "other thread":
             self.elsewhere |= torch.is_grad_enabled() and "_is_replica" not in module.__dict__
 
     def _before_part(self, part: nn.Module, args: Any, kwargs: Any) -> None:
         if is_compiling():
             self.in_graph = True
-        elif not self._depth and torch.is_grad_enabled() and self._counts():
+        elif self._depth or not torch.is_grad_enabled() or is_tracing():
+            return
+        elif call_kind(self._thread) == "first":
             # all others that run in a batch are called by the part that began it, or after it
             if not part.training:
                 self.loop.begin_eval_part((args, kwargs))
@@ -646,7 +646,7 @@ class LoopHooks:
             self.loop.end_forward(output, failed, shared)
 
     def _after_loss(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if is_compiling() or not self._counts():
+        if is_compiling() or call_kind(self._thread) != "first" or is_tracing():
             return
         if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
             self.loop.end_loss(module, args, output)
