@@ -23,7 +23,7 @@ from hookkit.diagnosis import diagnose
 from hookkit.errors import HookkitError, OptionError
 from hookkit.files import atomic_write
 from hookkit.markup import STYLE, details, table, terms
-from hookkit.records import Run, as_run, in_order
+from hookkit.records import Run, as_run
 from hookkit.version import __version__
 
 GENERATOR = '<meta name="generator" content="hookkit">'
@@ -75,7 +75,7 @@ def report(
             f'"{target}" is a folder, or a file that is no report of hookkit\'s, so it is not '
             f'overwritten. Give another name, such as "{target.with_suffix("")}/report.html".'
         )
-    record = in_order(as_run(run))
+    record = as_run(run)
     found = diagnose(record)
     title = escape(title or f"Training of {record.info.get('model') or 'a model'}")
     incidents = escape("\n\n".join(map(str, record.incidents)))

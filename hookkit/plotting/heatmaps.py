@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from hookkit.diagnosis import diagnose
 from hookkit.plotting import figures
 from hookkit.plotting.figures import ALARM, GREY, KINDS
-from hookkit.records import Record, as_run, in_order
+from hookkit.records import Record, as_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None
     Returns:
         The Figure, with a panel and a colour bar for each record that is there.
     """
-    run = in_order(as_run(run))
+    run = as_run(run)
     found = list(diagnose(run) if findings is None else findings)[:6]
     panels = []
     for r in run.records:

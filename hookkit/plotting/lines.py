@@ -10,7 +10,7 @@ import numpy as np
 from hookkit.checks import check_number
 from hookkit.plotting import figures
 from hookkit.plotting.figures import BLUE, FAINT, KINDS, ORANGE, new_axes, new_figure
-from hookkit.records import Floats, Record, as_record, as_run, by_module, in_order
+from hookkit.records import Floats, Record, as_record, as_run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +27,7 @@ def plot_stats(record: Any, *, fig: Any = None) -> Figure:
     Returns:
         The Figure.
     """
-    record = by_module(as_record(record, "activation", "gradient"))
+    record = as_record(record, "activation", "gradient")
     fig = new_figure(fig, 10, 4)
     left, right = fig.subplots(1, 2, sharex=True)
     mean, std = record.value("mean"), record.value("std")
@@ -53,7 +53,7 @@ def plot_updates(record: Any, *, ax: Any = None) -> Axes:
     Returns:
         The Axes.
     """
-    record, ax = by_module(as_record(record, "param")), new_axes(ax, 10, 4.5)
+    record, ax = as_record(record, "param"), new_axes(ax, 10, 4.5)
     ratio = figures.log10(record.value("update_ratio"))
     head = "Update : weight of matrices; dashed: −3, a healthy pace"
     _lines(ax, record, ratio, head, figures.matrices(record), ylabel="log10 |Δw| / |w|")
@@ -77,7 +77,7 @@ def plot_dead(record: Any, *, ax: Any = None) -> Axes:
     Returns:
         The Axes.
     """
-    record, ax = by_module(as_record(record, "activation", "gradient")), new_axes(ax, 10, 4.5)
+    record, ax = as_record(record, "activation", "gradient"), new_axes(ax, 10, 4.5)
     dead, eps = record.values.get("dead"), record.meta.get("eps", 0)
     if dead is None or not np.isfinite(dead).any():
         head = f"Values near zero (|x| ≤ {eps:g})"
@@ -141,7 +141,7 @@ def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None)
     Raises:
         OptionError: `steps` has one that was not recorded.
     """
-    run = in_order(as_run(run))
+    run = as_run(run)
     panels = {"Forward": run.activations, "Backward": run.gradients}
     columns: dict[str, list[int]] = {}  # before the figure: a refused step leaves no empty one
     for head, record in panels.items():

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from hookkit.errors import OptionError
 from hookkit.plotting import figures
 from hookkit.plotting.figures import KINDS, label
-from hookkit.records import Floats, Record, as_record, by_module
+from hookkit.records import Floats, Record, as_record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,7 +57,6 @@ def color_dim(
     n = len(record.names)
     if ax is not None:
         raise OptionError(f"one Axes was given for {n} layers. Name a layer, or give fig=.")
-    record = by_module(record)
     rows = [*range(min(n, MOST))]
     which = f"the first {MOST} of {n} layers" if n > MOST else f"{n} layers"
     fig = figures.new_figure(fig, 10, 0.9 + max(2.2, 1.5 * -(-len(rows) // ACROSS)))
@@ -85,7 +84,7 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Axe
     Raises:
         OptionError: no histograms were recorded, or `step` was not.
     """
-    record = by_module(as_record(record, "activation", "gradient"))
+    record = as_record(record, "activation", "gradient")
     hist = _check_hist(record)
     if not hist.any():
         return figures.nothing(figures.new_axes(ax), "no finite value was recorded")

@@ -316,6 +316,13 @@ class RunningStats:
 
     def _record(self, parts: dict[str, Any]) -> Record:
         tables, types, options = parts["tables"], parts["types"], self.options
+        # further outputs of a module, lstm[1], came last as it ran: put them next to its first
+        owners = [name.partition("[")[0] for name in types]
+        first = {owner: row for row, owner in reversed([*enumerate(owners)])}
+        order = sorted(range(len(owners)), key=lambda row: first[owners[row]])
+        if order != sorted(order):
+            types = {name: types[name] for name in np.array([*types])[order].tolist()}
+            tables = {name: table[:, order] for name, table in tables.items()}
         values = statistics(np.moveaxis(tables["moments"], 1, 0))
         if options.units:
             values |= _of_units(tables["units"], types, self.consumers)

@@ -23,9 +23,7 @@ from hookkit.records.run import (
     Run,
     as_record,
     as_run,
-    by_module,
     grad_norms,
-    in_order,
 )
 
 __all__ = [
@@ -41,8 +39,6 @@ __all__ = [
     "Run",
     "as_record",
     "as_run",
-    "by_module",
     "grad_norms",
-    "in_order",
     "label",
 ]

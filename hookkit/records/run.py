@@ -7,7 +7,7 @@ Learner, a Watcher) or `record()` (a recorder). `Reportable` has the methods of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from inspect import getattr_static
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -411,33 +411,6 @@ def as_run(source: Any) -> Run:
         "Give a Run, Records (one of each kind), a Watcher, a Learner, or a recorder such as "
         "ActivationStats; a saved run is read by Run.load(path)."
     )
-
-
-def by_module(record: Record) -> Record:
-    """Return `record` with each further output of a module (`lstm[1][0]`) next to its first.
-
-    As recorded they come last, as they were found when the modules ran.
-    """
-    owners = [name.partition("[")[0] for name in record.names]
-    first = {owner: row for row, owner in reversed([*enumerate(owners)])}
-    order = sorted(range(len(owners)), key=lambda row: first[owners[row]])
-    if record.kind == "param" or order == sorted(order):
-        return record
-    by_row = {k: x for k, x in record.meta.items() if isinstance(x, list) and len(x) == len(order)}
-    return replace(
-        record,
-        names=tuple(record.names[i] for i in order),
-        types=tuple(record.types[i] for i in order),
-        values={key: table[order] for key, table in record.values.items()},
-        hist=None if record.hist is None else record.hist[order],
-        meta={**record.meta, **{k: [x[i] for i in order] for k, x in by_row.items()}},
-    )
-
-
-def in_order(run: Run) -> Run:
-    """Return `run` with the layers of each record as they follow each other in the model."""
-    slots: Any = {SLOTS[r.kind]: by_module(r) for r in run.records}
-    return replace(run, **slots)
 
 
 def as_record(source: Any, *kinds: str) -> Record:
