@@ -636,9 +636,7 @@ class LoopHooks:
         self.loop.begin_forward(module.training, with_grad, (args, kwargs))
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self._depth or is_compiling() or get_ident() != self._thread:
-            return
-        if graph_task() != -1 or is_tracing():
+        if is_compiling() or not self._depth or get_ident() != self._thread:
             return
         self._depth -= 1
         if not self._depth:
