@@ -47,8 +47,7 @@ def calls_in_a_step(*callbacks: Any, n: int = 16) -> float:
     ("make", "most"),
     [
         pytest.param(lambda: [], 20, id="watch"),
-        # the target for both recorders is 90
-        pytest.param(lambda: [ActivationStats(with_hist=True), ParamStats()], 190, id="recorders"),
+        pytest.param(lambda: [ActivationStats(with_hist=True), ParamStats()], 90, id="recorders"),
     ],
 )
 def test_a_steady_step_calls_few_functions(make: Any, most: int) -> None:
