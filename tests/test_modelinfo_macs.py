@@ -40,7 +40,6 @@ def t(*shape: int) -> Tensor:
         (torch.outer, (t(4), t(3)), 0),
         (lambda a, b: torch.einsum("bij,bkj->bik", a, b), (t(2, 3, 4), t(2, 5, 4)), 2 * 3 * 5 * 4),
         (F.linear, (t(2, 3), t(5, 3), t(5)), 30),
-        (F.bilinear, (t(2, 3), t(2, 4), t(5, 3, 4)), 2 * 5 * 3 * 4),
         (F.conv1d, (t(1, 4, 10), t(8, 4, 3)), 8 * 8 * 4 * 3),
         (lambda x, w: F.conv2d(x, w, groups=2), (t(1, 4, 6, 6), t(8, 2, 3, 3)), 16 * 8 * 2 * 9),
         (F.conv3d, (t(1, 2, 6, 6, 6), t(4, 2, 3, 3, 3)), 64 * 4 * 2 * 27),
@@ -126,6 +125,8 @@ def test_what_has_no_formula_is_listed() -> None:
     assert s.macs == 64
     assert any("linalg_solve" in name for name in s.uncounted)
     assert "aten::_fft_r2c" in s.uncounted
+    assert [*summary(Fn(torch.cdist), t(30, 4), t(30, 4)).uncounted] == ["aten::_euclidean_dist"]
+    assert [*summary(nn.Bilinear(3, 4, 5), t(2, 3), t(2, 4)).uncounted] == ["aten::_trilinear"]
     assert "MACs not counted: aten::_fft_r2c ×1" in s.text(width=120)
 
 
@@ -162,10 +163,6 @@ def test_a_functional_products_macs_count_for_the_module_that_runs_it() -> None:
     s = summary(Mixed(), t(2, 3))
 
     assert (s["a"].macs, s["b"].macs, s[""].macs, s.macs) == (24, 0, 40 + 20, 84)
-
-
-def test_distances_of_many_points_are_listed_as_uncounted() -> None:
-    assert list(summary(Fn(torch.cdist), t(30, 4), t(30, 4)).uncounted) == ["aten::_euclidean_dist"]
 
 
 def test_a_product_of_nothing_does_not_hide_the_later_ones() -> None:

@@ -29,11 +29,12 @@ _UNKNOWN = (
     *("_addmm_activation", "_cdist", "_cslt_sparse_mm", "_ctc_loss", "_cudnn_attention"),
     *("_dyn_quant_matmul", "_euclidean_dist", "_fft_", "_foreach_mm", "_int_mm", "_linalg_"),
     *("_mixed_dtypes_linear", "_mkldnn_", "_native_multi_head", "_pdist_forward", "_sparse_"),
-    *("_spsolve", "_thnn_differentiable", "_transformer_encoder", "_triton_", "_weight_int"),
-    *("_wrapped_quantized_linear", "cholesky", "conv_tbc", "einsum", "fbgemm_linear"),
-    *("grid_sampler", "hspmm", "linalg_", "linear", "lu_solve", "matmul", "matrix_exp", "miopen_"),
-    *("mkldnn_", "ormqr", "_scaled_grouped", "scaled_dot_product_attention", "smm"),
-    *("sparse_sampled_addmm", "sspaddmm", "triangular_solve"),
+    *("_spsolve", "_thnn_differentiable", "_transformer_encoder", "_trilinear", "_triton_"),
+    *("_weight_int", "_wrapped_quantized_linear", "cholesky", "conv_tbc", "einsum"),
+    *("fbgemm_linear", "grid_sampler", "hspmm", "linalg_", "linear", "lu_solve", "matmul"),
+    *("matrix_exp", "miopen_", "mkldnn_", "ormqr", "_scaled_grouped"),
+    *("scaled_dot_product_attention", "smm", "sparse_sampled_addmm", "sspaddmm"),
+    "triangular_solve",
 )
 _FREE = ("linalg_vector_norm", "_sparse_softmax", "_sparse_log_softmax", "_sparse_sum")
 _OWN = ("aten", "prims", "prim", "_c10d_functional", "c10d", "profiler", "debugprims", "inductor")
@@ -119,16 +120,6 @@ def _cudnn_rnn(x: Tensor, weight: list[Tensor], *_: Any, **__: Any) -> int:
     return prod(x.shape[:-1]) * sum(w.numel() for w in weight if w.dim() == 2)
 
 
-def _trilinear(
-    a: Tensor, b: Tensor, c: Tensor, expand_a: Any, expand_b: Any, expand_c: Any, *_: Any, **__: Any
-) -> int:
-    """`nn.Bilinear`: one product per element of the three tensors expanded to each other."""
-    for dims, i in ((expand_a, 0), (expand_b, 1), (expand_c, 2)):
-        for d in sorted(dims):
-            a, b, c = (t.unsqueeze(d) if j == i else t for j, t in enumerate((a, b, c)))
-    return prod(map(max, a.shape, b.shape, c.shape))
-
-
 _FORMULAS: dict[str, MacFormula] = {
     # What FlopCounterMode uses; its keys are operations.
     **{str(op).replace(".", "::", 1): _halved(f) for op, f in flop_registry.items()},
@@ -152,5 +143,4 @@ _FORMULAS: dict[str, MacFormula] = {
     "aten::addmv": _second(_matvec),
     "aten::addbmm": _second(_mm),
     "aten::addr": _matvec,
-    "aten::_trilinear": _trilinear,
 }
