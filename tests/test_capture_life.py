@@ -1,4 +1,4 @@
-"""All or nothing, a thousand times, and gone at the end: hooks, edits, swaps and extractors."""
+"""A thousand times, and gone at the end: hooks, edits, swaps and extractors."""
 
 import gc
 import threading
@@ -11,7 +11,7 @@ import torch
 from hooked import n_hooks
 from torch import Tensor, nn
 
-from hookkit.edits import edit_grad, edit_input, edit_output, edit_outputs, zero
+from hookkit.edits import edit_grad, edit_input, edit_output, zero
 from hookkit.features import feature_extractor
 from hookkit.hooks import (
     Hook,
@@ -123,36 +123,3 @@ def test_threads_do_not_meet(use: str, x: Tensor) -> None:
     assert errors == []
     for net in nets:
         assert n_hooks(net) == 0
-
-
-# --- all or nothing
-
-
-class Unmade(nn.Module):
-    """Its constructor forgot `super().__init__()`: no hook can be put on it."""
-
-    def __init__(self) -> None:
-        pass
-
-    def __repr__(self) -> str:
-        return "Unmade()"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "make",
-    [
-        hook_outputs,
-        hook_inputs,
-        lambda ms: hook_outputs(ms, grad=True),
-        lambda ms: hook_outputs(ms, keep="all"),
-        lambda ms: edit_outputs(ms, zero()).__enter__(),
-    ],
-)
-def test_if_one_cannot_be_hooked_none_is(make: Any, net: nn.Sequential) -> None:
-    clean = state(net)
-
-    with pytest.raises(AttributeError, match="_forward_"):
-        make([*net, Unmade()])
-
-    assert state(net) == clean

@@ -515,11 +515,6 @@ def test_a_layer_is_a_torch_dataset(n_workers: int, acts: Activations) -> None:
     assert layer.ids is acts.ids
 
 
-def test_an_unknown_layer_is_said_with_the_nearest(acts: Activations) -> None:
-    with pytest.raises(SelectionError, match=r"there is no layer '00'. Nearest: '0'"):
-        acts["00"]
-
-
 @pytest.mark.parametrize("change", [('"ranks": 3', '"ranks": 2'), ("[6]", "[7]"), ("float", "int")])
 def test_parts_that_do_not_fit_are_refused(change: tuple[str, str], parts: Activations) -> None:
     index = parts.path / "rank1" / "index.json"

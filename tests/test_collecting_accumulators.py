@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from hookkit import Covariance, Mean, TopK, collect
-from hookkit.errors import HookError
 
 G = torch.Generator().manual_seed(0)
 ROWS = torch.randn(50, 3, 4, generator=G) * 0.01 + 1000  # where naive sums of squares fail
@@ -122,8 +121,3 @@ def test_layers_are_accumulated_without_a_file(tmp_path: Any, monkeypatch: Any) 
     # the ReLU writes into the output of the layer before it
     torch.testing.assert_close(torch.cat(rows.rows), model[0](x[:6]).detach())
     assert list(tmp_path.iterdir()) == []
-
-
-def test_layers_of_other_sizes_in_a_later_batch_are_refused() -> None:
-    with pytest.raises(HookError, match="rows of one kind"):
-        collect(nn.Identity(), [torch.ones(4, 3), torch.ones(4, 1)], "", accumulate=Rows())

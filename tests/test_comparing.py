@@ -135,18 +135,6 @@ def test_another_dtype_has_the_looser_tolerance() -> None:
     assert compare_models(model, half, x, rtol=0).first is not None
 
 
-def test_modes_are_compared_from_one_random_state() -> None:
-    model = net()
-    evaluated = copy.deepcopy(model).eval()
-    state = torch.get_rng_state()
-
-    comparison = compare_models(model, evaluated, X)
-
-    assert different(comparison)[0] == "1"
-    assert torch.equal(torch.get_rng_state(), state)
-    assert (model.training, evaluated.training) == (True, False)
-
-
 # -- what only one side has, or cannot be compared -------------------------------------------------
 
 

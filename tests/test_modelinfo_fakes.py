@@ -3,7 +3,7 @@
 import copy
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -84,14 +84,6 @@ def test_no_fake_tensor_stays_in_what_the_modules_hold_or_in_a_cached_function()
     assert type(table(4)[0]) is Tensor
 
 
-@pytest.fixture
-def unfrozen() -> Iterator[None]:
-    """Python sees who holds an object; `conftest` hides those that are there before the tests."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
-
-
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_fake_tensor_stored_outside_of_the_modules_is_an_error(
@@ -99,13 +91,13 @@ def test_a_fake_tensor_stored_outside_of_the_modules_is_an_error(
 ) -> None:
     store = Store()
     if not frozen:
-        request.getfixturevalue("unfrozen")
+        request.getfixturevalue("whole_heap")
 
     with pytest.raises(ModelRunError, match=r"(Fake|Store).* outside of its modules.*smaller inp"):
         summary(Keeps(lambda y: setattr(store, "last", y)), torch.ones(1, 4))
 
 
-@pytest.mark.usefixtures("fake", "unfrozen")
+@pytest.mark.usefixtures("fake", "whole_heap")
 def test_fake_tensors_in_an_autograd_graph_that_is_never_freed_are_no_error() -> None:
     class Steps(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
