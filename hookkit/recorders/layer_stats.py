@@ -36,28 +36,11 @@ from hookkit.recorders.step_recorder import StepRecorder, clock
 from hookkit.recorders.unit_stats import is_clamped
 from hookkit.records import Record
 
-_BY_NAME = "Layers to record are given by name: modules=…."
 
-
-class _State(Enum):
+class _Batch(Enum):
     """How far the batch is: IDLE → OPEN → TRIED (to make a step) or CANCELLED → IDLE."""
 
     IDLE, OPEN, TRIED, CANCELLED = range(4)
-
-
-class _Now:
-    """The fit and the batch under way; apart from the callback, whose attributes are slow to set.
-
-    Attributes:
-        n_asked: of how many batches the graph was read.
-        state: how far the batch is.
-        iteration: its number.
-        scaler: the GradScaler of its loss.
-    """
-
-    def __init__(self) -> None:
-        self.n_asked, self.iteration = 0, -1
-        self.state, self.scaler = _State.IDLE, None
 
 
 class LayerStats(StepRecorder, HookCallback):
@@ -69,12 +52,10 @@ class LayerStats(StepRecorder, HookCallback):
 
     Attributes:
         running: what was recorded, over all fits, a `RunningStats`.
-        scaler: the GradScaler, where it cannot be found: the step is not a torch optimizer's.
     """
 
-    of = "outputs"
-    scaler: Any = None
-    _warned = False
+    _batch = _Batch.IDLE
+    _iteration = -1  # of the batch
     _listed: tuple[Record, StatsList] | None = None
 
     def __init__(self, options: Options, every: Any, **hooking: Any) -> None:
@@ -82,103 +63,89 @@ class LayerStats(StepRecorder, HookCallback):
         StepRecorder.__init__(self, every)
         self.running = RunningStats("activation" if self.is_forward else "gradient", options)
         self.table = self.running.table
-        self._now = _Now()
         self.hooks = self._switch = LayerHooks(type(self).__name__)
-
-    def _register(self, named: Any) -> None:
-        hooks, function = self.hooks, self._function
-        hooks.thread, hooks.target = get_ident(), self.running
-        # compiled graphs check it as they run; gradients may come in a thread of autograd's
-        self.running.thread = hooks.thread if self.is_forward else None
-        attach = hooks.attach_output_stats if self.is_forward else hooks.attach_gradient_stats
-        for name, module, path in named:
-            attach(module, self.running.row(name, class_name(module)), path, function)
 
     # --- events
 
     def before_fit(self) -> None:
         """Hooks the modules; what was recorded before stays, and is added to."""
-        if not self.learn.fitting:
-            return  # a validation must not change what was recorded
-        self._begin_fit()
-        self._now = _Now()
-        self.running.discard_step()
-        super().before_fit()
+        if self.learn.fitting:  # a validation must not change what was recorded
+            self._begin_fit()
+            self._batch = _Batch.IDLE
+            self.running.discard_step()
+            super().before_fit()
+
+    def _register(self, named: Any) -> None:
+        hooks, running = self.hooks, self.running
+        hooks.thread, hooks.target = get_ident(), running
+        # compiled graphs check it as they run; gradients may come in a thread of autograd's
+        running.thread = hooks.thread if self.is_forward else None
+        attach = hooks.attach_output_stats if self.is_forward else hooks.attach_gradient_stats
+        for name, module, path in named:
+            attach(module, running.row(name, class_name(module)), path, self._function)
 
     def before_batch(self) -> None:
         """Decides whether this batch is recorded: all batches of one optimizer step, or none."""
-        learn, now, running, switch = self.learn, self._now, self.running, self._switch
-        if now.state is not _State.IDLE:  # the batch before never ended
-            running.discard_batch()
-        switch.on = self._is_due(learn.n_steps)
-        now.state, now.iteration, switch.late = _State.OPEN, learn.train_iter, False
-        if self.is_forward:
-            switch.on_inputs = None if self.table.n_steps else running.update_inputs
-        elif switch.on:
-            now.scaler = self.scaler or learn.step_scaler
-            running.unscale = inverse_scale(now.scaler)
+        learn, hooks = self.learn, self.hooks
+        if self._batch is not _Batch.IDLE:  # the batch before never ended
+            self.running.discard_batch()
+        hooks.on, hooks.late = self._is_due(learn.n_steps), False
+        self._batch, self._iteration = _Batch.OPEN, learn.train_iter
 
     def before_step(self) -> None:
         """Notes that a step was tried: if none follows, AMP or a callback has skipped it.
 
         A closure may evaluate many batches before its step is made.
         """
-        self._now.state = _State.OPEN if self.learn.in_closure else _State.TRIED
+        self._batch = _Batch.OPEN if self.learn.in_closure else _Batch.TRIED
 
     def after_cancel_step(self) -> None:
         """A step that a callback skips records nothing, with a closure or without."""
-        self._now.state = _State.TRIED
+        self._batch = _Batch.TRIED
 
     def after_cancel_batch(self) -> None:
         """A cancelled batch records nothing; in `watch` it is over with this."""
-        self._now.state = _State.CANCELLED
-        if self._switch.on:
+        self._batch = _Batch.CANCELLED
+        if self.hooks.on:
             self.running.discard_batch()
 
     def after_batch(self) -> None:
         """Ends the step, or keeps this batch for it."""
-        learn, now, running, on = self.learn, self._now, self.running, self._switch.on
-        self._switch.on = False
-        state, now.state = now.state, _State.IDLE
-        if state is _State.CANCELLED:
+        learn, running, on, batch = self.learn, self.running, self.hooks.on, self._batch
+        self.hooks.on, self._batch = False, _Batch.IDLE
+        if batch is _Batch.CANCELLED:
             running.discard_batch()
         elif learn.stepped:
             if not on:  # gradients of a forward that was recorded, which another step has used
                 running.discard_batch()
-            elif self.is_forward or self.of == "params" or self._knew_scaler(learn):
+            elif self._is_known(learn):
                 began = clock()
-                running.end_step(learn.n_steps - 1, learn.epoch, now.iteration)
-                self._progress.spent = running.spent + clock() - began
-                running.spent = 0.0
+                running.end_step(learn.n_steps - 1, learn.epoch, self._iteration)
+                self._spent, running.spent = running.spent + clock() - began, 0.0
+                self.hooks.on_inputs = None
             else:
                 running.discard_step()
             if self.every is not None:
                 self._end_step(learn, on)
-        elif state is _State.TRIED:
+        elif batch is _Batch.TRIED:
             running.discard_step()
         elif on:  # a batch whose scaled gradients have Inf is one whose step AMP has skipped
             running.end_batch(finite_only=running.unscale is not None)
 
-    def _knew_scaler(self, learn: Any) -> bool:
-        """Return whether the scale of the gradients was known as they came; warns if not."""
-        scaler = self.scaler or learn.step_scaler
-        if scaler is self._now.scaler:
-            return True
-        if self.table.n_steps and not self._warned:  # only the first record is missing otherwise
-            self._warned = True
-            _warn_of_new_scaler(type(self).__name__, learn.n_steps - 1)
-        return False
+    def _is_known(self, learn: Any) -> bool:
+        """Return whether what was recorded of the step under way has a meaning."""
+        return True
 
     def cleanup_fit(self) -> None:
         """Takes the hooks off; a batch that was under way is forgotten."""
         super().cleanup_fit()
-        self._switch.on = False
+        self.hooks.on = False
         self.running.discard_step()
-        self.running.unscale = self._now.scaler = None
 
     def __getstate__(self) -> dict[str, Any]:
         hooks = LayerHooks(type(self).__name__)
-        return {**super().__getstate__(), "_now": _Now(), "hooks": hooks, "_switch": hooks}
+        now = {"_batch": _Batch.IDLE, "hooks": hooks, "_switch": hooks}
+        return {**super().__getstate__(), **now}
 
     # --- reading
 
@@ -203,14 +170,15 @@ class LayerStats(StepRecorder, HookCallback):
         """
         record = self.record()
         if self._listed is None or self._listed[0] is not record:
-            self._listed = record, list_stats(record, self._rows(record))
+            self._listed = record, list_stats(record, self._shown(record))
         return self._listed[1]
 
-    def _rows(self, record: Record) -> list[int]:
+    def _shown(self, record: Record) -> list[int]:
+        """Return the rows that `stats` shows."""
         return [record.layer(name) for name in self.names]
 
     def _row_of(self, layer: int | str) -> int:
-        """The row of a module's number in `names`, or of a row's name."""
+        """Return the row of a module's number in `names`, or of a row's name."""
         record, n = self.record(), len(self.names)
         if isinstance(layer, (int, np.integer)) and not isinstance(layer, bool) and -n <= layer < n:
             return record.layer(self.names[layer])
@@ -232,6 +200,7 @@ class LayerStats(StepRecorder, HookCallback):
         return torch.from_numpy(np.log1p(hist[self._row_of(layer)])).float()
 
     def _with_hist(self) -> Record:
+        """Return the record; raises if it has no histogram."""
         record = self.record()
         if record.hist is None:
             who = type(self).__name__
@@ -305,9 +274,8 @@ class LayerStats(StepRecorder, HookCallback):
         return plotting.plot_layer_stats(self.record(), self._row_of(layer))
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({len(self.running.names)} layers × {len(self.running.table)})"
-        )
+        n = len(self.running.names)
+        return f"{type(self).__name__}({n} layers × {len(self.table)})"
 
 
 class ActivationStats(LayerStats):
@@ -372,8 +340,9 @@ class ActivationStats(LayerStats):
             raise OptionError(
                 f"{who}(is_forward=False): this records outputs. Use GradientStats() for gradients."
             )
+        units = check_flag(who, "units", units)
         super().__init__(
-            checked_options(who, with_hist, bins, eps, LogBins(), check_flag(who, "units", units)),
+            _options(who, with_hist, bins, eps, LogBins(), units),
             every,
             modules=modules,
             remove_end=remove_end,
@@ -383,25 +352,33 @@ class ActivationStats(LayerStats):
             hook=hook,
         )
 
+        self._n_asked = 0  # batches of the fit whose graph was read
+
+    def _register(self, named: Any) -> None:
+        self._n_asked = 0  # a model may change between fits
+        super()._register(named)
+        self.hooks.on_inputs = None if self.table.n_steps else self.running.update_inputs
+
     def after_pred(self) -> None:
-        """The model has returned: a layer called on its own now counts if it makes the loss."""
-        self._switch.late = True
-        if self.recording and self.learn.training and self._now.n_asked < 2:
-            self._ask(self.learn, self.learn.pred)
+        """Reads the graphs of two batches: who reads each layer, the order of weights, hidden ones.
 
-    def _ask(self, learn: Any, output: Any) -> None:
-        """Reads which activation consumes each layer, the order of the weights, hidden weights.
-
-        From the autograd graphs of a fit's first two batches: a model may change between fits.
+        The model has returned: a layer that is called on its own now counts if it makes the loss.
         """
-        facts, users = self.running.facts, users_of(output)
-        if not (self._now.n_asked or self._function):
+        self.hooks.late = True
+        if self._n_asked > 1 or not self.hooks.on:
+            return
+        learn, facts = self.learn, self.running.facts
+        users = users_of(learn.pred)
+        if not (self._n_asked or self._function):
             self.running.consumers = consumers(learn.model, users)
             facts["predecessors"] = predecessors(learn.model, users)
             facts["dropout"] = dropouts(learn.model)
-        if self._now.n_asked and learn.n_steps:  # only then the optimizers that step are known
+        if self._n_asked and learn.n_steps:  # only then the optimizers that step are known
             facts["unregistered"] = unregistered(learn.model, learn.opts, users)
-        self._now.n_asked += bool(learn.n_steps or not self._now.n_asked)
+        self._n_asked += bool(learn.n_steps or not self._n_asked)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_n_asked": 0}
 
 
 class GradientStats(LayerStats):
@@ -454,22 +431,50 @@ class GradientStats(LayerStats):
     ) -> None:
         who = "GradientStats"
         check_choice(who, "of", of, ("outputs", "params"))
-        check_scaler(who, scaler)
-        self.of, self.scaler = of, scaler
+        enabled = getattr(scaler, "is_enabled", None)
+        if scaler is not None and (isinstance(scaler, type) or not callable(enabled)):
+            raise OptionError(
+                f"{who}(scaler={shown(scaler)}): expected a GradScaler, found {kind_of(scaler)}. "
+                f"Give the torch.amp.GradScaler whose scale(loss) is called, or None if the loss "
+                f"is not scaled."
+            )
         super().__init__(
-            checked_options(who, with_hist, bins, eps, LogBins(-40, 8, 1)),
+            _options(who, with_hist, bins, eps, LogBins(-40, 8, 1)),
             every,
             modules=[] if of == "params" else modules,
             remove_end=remove_end,
             is_forward=False,
             include_paramless=include_paramless,
         )
+        self.of, self.scaler = of, scaler
+        self._found: Any = None  # the GradScaler of this batch's loss
+        self._warned = False  # of another one
         self._noted: set[int] = set()  # ids of parameters whose gradients of this step were read
 
     def before_batch(self) -> None:
-        """Decides whether this batch is recorded."""
+        """Decides whether this batch is recorded, and finds the scale of its gradients."""
         super().before_batch()
-        self._noted = set()
+        if self.hooks.on:
+            self._noted = set()
+            self._found = self.scaler or self.learn.step_scaler
+            self.running.unscale = inverse_scale(self._found)
+
+    def _is_known(self, learn: Any) -> bool:
+        if self.of == "params" or self._found is (self.scaler or learn.step_scaler):
+            return True
+        if self.table.n_steps and not self._warned:  # only the first record is missing otherwise
+            self._warned = True
+            warn(
+                f"GradientStats saw step {learn.n_steps - 1} made with another GradScaler than the "
+                f"one before it: the scale of its gradients was not known as they came, so it has "
+                f"no record. Use one GradScaler, and give it: GradientStats(scaler=scaler).",
+            )
+        return False
+
+    def cleanup_fit(self) -> None:
+        """Takes the hooks off; a batch that was under way is forgotten."""
+        super().cleanup_fit()
+        self.running.unscale = self._found = None
 
     def after_step(self) -> None:
         """Reads the gradients of the parameters, as the step used them."""
@@ -493,52 +498,42 @@ class GradientStats(LayerStats):
                 self._noted.add(id(p))
                 self.running.update(row, 0, "", p.grad)
 
-    def _rows(self, record: Record) -> list[int]:
-        return super()._rows(record) if self.of == "outputs" else list(range(len(record.names)))
+    def _shown(self, record: Record) -> list[int]:
+        return super()._shown(record) if self.of == "outputs" else list(range(len(record.names)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_found": None}
 
 
-def checked_options(
+def _options(
     who: str, with_hist: bool, bins: Any, eps: float, default: LogBins, units: bool = False
 ) -> Options:
-    """Options from what the user gave, each checked."""
+    """Return `Options` of what the user gave, each checked."""
     what = "the size up to which a value is near zero"
     eps = check_number(who, "eps", eps, 0, below=math.inf, what=what)
-    if not check_flag(who, "with_hist", with_hist, _BY_NAME):
+    by_name = "Layers to record are given by name: modules=…."
+    if not check_flag(who, "with_hist", with_hist, by_name):
         if bins is not None:
             raise OptionError(f"{who} was given bins, and no histogram. Add with_hist=True.")
         return Options(eps, None, units)
-    return Options(eps, default if bins is None else checked_bins(who, bins), units)
-
-
-def checked_bins(who: str, bins: Any) -> RangeBins:
-    """The bins that `(low, high, n)` means."""
-    ok = isinstance(bins, tuple) and len(bins) == 3
+    if bins is None:
+        return Options(eps, default, units)
     try:
-        low, high, n = (float(bins[0]), float(bins[1]), bins[2]) if ok else (0.0, 0.0, 0)
+        low, high, n = bins
+        ok = isinstance(bins, tuple) and -math.inf < low < high < math.inf
     except (TypeError, ValueError):
-        ok, low, high, n = False, 0.0, 0.0, 0
-    if not (ok and math.isfinite(low) and math.isfinite(high) and low < high):
+        ok = False
+    if not ok:
         raise OptionError(
             f"{who}(bins={shown(bins)}): give (low, high, n), finite and low < high, such as "
             f"(0, 10, 40); or None for logarithmic bins, which need no range."
         )
     n = check_number(who, "bins[2]", n, 1, 4096, whole=True, what="how many")
-    return RangeBins(low, high, int(n))
-
-
-def check_scaler(who: str, scaler: Any) -> None:
-    """Raises an `OptionError` if `scaler` is neither None nor a GradScaler."""
-    is_class = isinstance(scaler, type)
-    if scaler is None or (not is_class and callable(getattr(scaler, "is_enabled", None))):
-        return
-    raise OptionError(
-        f"{who}(scaler={shown(scaler)}): expected a GradScaler, found {kind_of(scaler)}. Give the "
-        f"torch.amp.GradScaler whose scale(loss) is called, or None if the loss is not scaled."
-    )
+    return Options(eps, RangeBins(float(low), float(high), int(n)), units)
 
 
 def inverse_scale(scaler: Any) -> Tensor | None:
-    """1 / its scale as a new 0-d tensor; None if there is no scaler or it is not in use.
+    """Return 1 / its scale as a new 0-d tensor; None if there is no scaler or it is not in use.
 
     >>> inverse_scale(torch.amp.GradScaler("cpu", init_scale=4.0))
     tensor(0.2500, dtype=torch.float64)
@@ -553,11 +548,3 @@ def inverse_scale(scaler: Any) -> Tensor | None:
         first = float(getattr(scaler, "_init_scale", 1.0))
         scale = torch.tensor(first, dtype=torch.float64, device="cpu")
     return widened(scale.detach()).reciprocal()
-
-
-def _warn_of_new_scaler(who: str, step: int) -> None:
-    warn(
-        f"{who} saw step {step} made with another GradScaler than the one before it: the scale of "
-        f"its gradients was not known as they came, so it has no record. Use one GradScaler, and "
-        f"give it: GradientStats(scaler=scaler).",
-    )

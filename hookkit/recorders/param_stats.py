@@ -123,7 +123,7 @@ class ParamStats(StepRecorder):
         if self._followed is None or self._followed.key != key or not self._followed.copy():
             self._follow(learn, key)
         self._copied_at = n_steps
-        self._progress.spent += clock() - began
+        self._spent += clock() - began
 
     # a step that evaluates a closure: SAM changes the weights before the closure has run
     _before_closure = before_step
@@ -176,7 +176,7 @@ class ParamStats(StepRecorder):
         finds = learn.finds_opts and not self.table.n_steps
         read = partial(_numbers, table, coming, followed.groups, rates, finds)
         self.table.later((learn.n_steps - 1, learn.epoch, learn.train_iter), read)
-        self._progress.spent += clock() - began
+        self._spent += clock() - began
         self._end_step(learn, recorded=True)
 
     def _read_gradients(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -27,30 +27,12 @@ _MOST_COST = 0.05
 """The share of the time that a recorder with `every="auto"` takes at most."""
 
 
-class _Progress:
-    """How far a recorder is in a fit; apart from it, since a callback's attributes are slow to set.
-
-    Attributes:
-        first: the number of the fit's first step.
-        asked, due: the last step that was asked about, and whether it is recorded.
-        spent: seconds that recording has taken since the last recorded step.
-        wait_until: with `every="auto"`, when the next step may be recorded, by the clock.
-        n, met, missed: how many steps were recorded, the ids of the optimizers that made them, and
-            the id and class of those that made others.
-    """
-
-    def __init__(self, first: int = 0) -> None:
-        self.first, self.asked, self.due = first, -1, False
-        self.spent, self.wait_until = 0.0, -math.inf
-        self.n, self.met, self.missed = 0, set[int](), dict[int, str]()
-
-
 class StepRecorder(Reportable, Callback):
     """Base of the recorders: `every`, reading, and merging over ranks.
 
-    A subclass makes a `table`, asks `_is_due` before it records a step and calls `_end_step` after
-    one, adds what recording took to `_progress.spent`, and has the methods `_read`, `_read_ranks`
-    and, if it reads gradients, `_read_gradients`.
+    A subclass makes a `table`, calls `_begin_fit`, asks `_is_due` before it records a step, calls
+    `_end_step` after each, and adds the seconds that recording takes to `_spent`. Its methods are
+    `_read`, `_read_ranks` and, if it reads gradients, `_read_gradients`.
 
     Args:
         every: records every n-th optimizer step, beginning with the first of each fit; None is 1.
@@ -65,13 +47,24 @@ class StepRecorder(Reportable, Callback):
     table: StepTable
 
     def __init__(self, every: int | str | None) -> None:
-        self.every = check_every(type(self).__name__, every)
-        self._progress = _Progress()
+        if every is not None and every != "auto":
+            what = "how many optimizer steps there are for each that is recorded"
+            who = type(self).__name__
+            every = check_number(who, "every", every, 1, whole=True, what=what)
+        self.every: Any = every
+        self._count_from(0)
         # the last record and that of all ranks, each with the `_version` that it is of
         self._own: tuple[Any, Record] | None = None
         self._whole: tuple[Any, Record] | None = None
 
     # --- steps
+
+    def _count_from(self, first: int) -> None:
+        self._first = first  # the number of the fit's first step
+        self._asked, self._due = -1, False  # the last step asked about, and the answer
+        self._spent, self._wait_until = 0.0, -math.inf  # of "auto": seconds, and a time
+        # records, the ids of the optimizers that made them, and the classes of those of other steps
+        self._n, self._met, self._missed = 0, set[int](), dict[int, str]()
 
     def _begin_fit(self) -> None:
         """Begins to count steps. What was recorded before stays."""
@@ -80,41 +73,38 @@ class StepRecorder(Reportable, Callback):
                 f'{type(self).__name__}(every="auto"): each process would choose steps of its own, '
                 f"and gather() could not merge them. Give a number, such as every=10."
             )
-        self._progress = _Progress(self.learn.n_steps)
+        self._count_from(self.learn.n_steps)
 
     def _is_due(self, n_steps: int) -> bool:
         """Return whether step number `n_steps` is recorded: the same for all of its batches."""
-        progress = self._progress
-        if progress.asked != n_steps:
-            progress.asked = n_steps
+        if self._asked != n_steps:
+            self._asked = n_steps
             if self.every == "auto":
-                progress.due = clock() >= progress.wait_until
+                self._due = clock() >= self._wait_until
             else:
-                progress.due = (n_steps - progress.first) % (self.every or 1) == 0
-        return progress.due
+                self._due = (n_steps - self._first) % (self.every or 1) == 0
+        return self._due
 
     def _end_step(self, learn: Any, recorded: bool) -> None:
-        """Notes a step that was made, if there is an `every`.
+        """Notes a step that was made; needed only if there is an `every`.
 
         Warns once, after 8 records, of an optimizer that made none of their steps.
         """
-        progress, every = self._progress, self.every
-        if every == 1:
-            return
+        every = self.every
         if recorded and every == "auto":
-            progress.wait_until = clock() + progress.spent * (1 / _MOST_COST - 1)
+            self._wait_until = clock() + self._spent * (1 / _MOST_COST - 1)
         if recorded:
-            progress.spent = 0.0
-        if len(learn.opts) < 2 or progress.n > 8:
+            self._spent = 0.0
+        if every == 1 or len(learn.opts) < 2 or self._n > 8:
             return
         steps = {id(opt): type(opt).__name__ for opt in learn.stepped_opts}
-        progress.n += recorded
+        self._n += recorded
         if recorded:
-            progress.met |= steps.keys()
+            self._met |= steps.keys()
         else:
-            progress.missed |= steps
-        if progress.n == 8 and recorded and (unmet := progress.missed.keys() - progress.met):
-            names = ", ".join(sorted(progress.missed[one] for one in unmet))
+            self._missed |= steps
+        if self._n == 8 and recorded and (unmet := self._missed.keys() - self._met):
+            names = ", ".join(sorted(self._missed[one] for one in unmet))
             first = 2 if every == "auto" else every + 1
             better = next(n for n in range(first, first + 30) if math.gcd(n, 30) == 1)
             who = type(self).__name__
@@ -178,17 +168,6 @@ class StepRecorder(Reportable, Callback):
     def _read_ranks(self) -> Record:
         """Return what all ranks recorded together, by way of `from_all_ranks`."""
         raise NotImplementedError
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_progress": _Progress()}
-
-
-def check_every(who: str, every: Any) -> Any:
-    """Return `every` of a recorder: a number of steps, `"auto"`, or None."""
-    if every is None or every == "auto":
-        return every
-    what = 'how many optimizer steps there are for each that is recorded, None for 1, or "auto"'
-    return check_number(who, "every", every, 1, whole=True, what=what)
 
 
 def from_all_ranks(kind: str, own: dict[str, Any]) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ class Field(NamedTuple):
     merge: Callable[[Any, Any], Any] = np.add
 
     def blanks(self, *shape: int) -> Any:
-        """(*shape, …) blank numbers, such as of (rows,) or of (columns, rows)."""
+        """Return (*shape, …) blank numbers, such as of (rows,) or of (columns, rows)."""
         array = np.empty((*shape, *self.blank.shape), self.blank.dtype)
         array[...] = self.blank
         return array
@@ -54,11 +54,11 @@ def _merge_moments(a: Any, b: Any) -> Any:
 
 
 MOMENTS = Field(np.array(EMPTY), _merge_moments)
-"""The nine numbers of `rows`."""
+"""The nine numbers of `moments`."""
 
 
 def sums(n: int, kind: type = float) -> Field:
-    """`n` numbers that add up over steps."""
+    """Return a field of `n` numbers that add up over steps."""
     return Field(np.zeros(n, kind))
 
 
@@ -104,12 +104,10 @@ class StepTable:
 
     def _append(self, place: Place, numbers: Numbers) -> None:
         rows = len(next(iter(numbers.values())))
-        if rows > self.rows:
-            self._widen(rows)
-        if self._n == len(self._places) and not self._joins_last():
-            self._make_room()
+        if rows > self.rows or self._n == len(self._places):
+            self._make_room(max(rows, self.rows))
         n = self._n
-        if self._joins_last():
+        if n and self._places[n - 1, 3] < self.stride:  # the last column is to have more steps
             for name, array in self._arrays.items():
                 last = array[n - 1, :rows]
                 last[:] = self.fields[name].merge(last, numbers[name])
@@ -120,33 +118,16 @@ class StepTable:
         self._places[n] = *place, 1
         self._n = n + 1
 
-    def _joins_last(self) -> bool:
-        """Whether the last column has fewer steps than the others will have."""
-        return bool(self._n and self._places[self._n - 1, 3] < self.stride)
-
-    def _most(self, rows: int) -> int:
-        """How many columns of so many rows fit into `LIMIT`."""
-        column: int = 32 + rows * sum(f.blank.nbytes for f in self.fields.values())
-        return max(LIMIT // column, 2)
-
-    def _make_room(self) -> None:
-        capacity, most = len(self._places), self._most(self.rows)
-        if capacity < most:
-            self._resize(min(max(2 * capacity, 1), most), self.rows)
-        else:
+    def _make_room(self, rows: int) -> None:
+        """Makes room for a column of so many rows: by more memory, and at `LIMIT` by halving."""
+        column = 32 + rows * sum(field.blank.nbytes for field in self.fields.values())
+        most = max(LIMIT // column, 2)
+        while self._n >= most:
             self._halve()
-
-    def _widen(self, rows: int) -> None:
-        while self._n > self._most(rows):
-            self._halve()
-        self._resize(min(len(self._places), self._most(rows)), rows)
-
-    def _resize(self, capacity: int, rows: int) -> None:
-        n, arrays = self._n, {}
+        n, capacity, arrays = self._n, min(max(2 * self._n, 1), most), {}
         for name, old in self._arrays.items():
-            new = np.empty((capacity, rows, *old.shape[2:]), old.dtype)
+            arrays[name] = new = np.empty((capacity, rows, *old.shape[2:]), old.dtype)
             new[:n, : self.rows], new[:n, self.rows :] = old[:n], self.fields[name].blank
-            arrays[name] = new
         places = np.empty((capacity, 4), np.int64)
         places[:n] = self._places[:n]
         self.rows, self._arrays, self._places = rows, arrays, places
@@ -171,33 +152,27 @@ class StepTable:
     # --- reading
 
     def __len__(self) -> int:
-        """How many columns there are; each of the steps that wait counts as one."""
+        """Return how many columns there are; each of the steps that wait counts as one."""
         return self._n + len(self._waiting)
 
     def places(self, first: int = 0) -> npt.NDArray[np.int64]:
-        """(columns, 4) int64: step, epoch and iteration of a column's first step; its steps."""
+        """Return (columns, 4) int64: step, epoch, iteration of a column's first step; its steps."""
         self.settle()
         return self._places[first : self._n].copy()
 
     def since(self, step: int) -> int:
-        """The first column that begins after `step`, or the last one if there is none."""
+        """Return the first column that begins after `step`, or the last one if there is none."""
         self.settle()
         return max(min(bisect_right(self._places[: self._n, 0], step), self._n - 1), 0)
 
-    def read(self, name: str, rows: int | None = None, first: int = 0) -> Any:
-        """(columns, rows, …) copy of a field, from column `first` on.
+    def read(self, name: str, rows: int = 0, first: int = 0) -> Any:
+        """Return a (columns, rows, …) copy of a field, from column `first` on.
 
-        Args:
-            name: of the field.
-            rows: how many; default: those that there are. More are blank.
-            first: a column.
+        There are at least as many rows as the table has; more than those are blank.
         """
         self.settle()
-        table = self._arrays[name][first : self._n]
-        if rows is None or rows <= self.rows:
-            return table[:, :rows].copy()
-        whole = self.fields[name].blanks(len(table), rows)
-        whole[:, : self.rows] = table
+        whole = self.fields[name].blanks(self._n - first, max(rows, self.rows))
+        whole[:, : self.rows] = self._arrays[name][first : self._n]
         return whole
 
     def __getstate__(self) -> dict[str, Any]:
