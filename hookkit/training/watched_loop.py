@@ -455,8 +455,8 @@ class WatchedLoop(Loop):
             self("after_validate")
 
     def _epochs(self) -> list[dict[str, Any]]:
-        rows, by_step = [], self.losses.by_step(self.n_steps)
-        known = np.unique(self.losses.steps())
+        rows, by_step, steps = [], self.losses.by_step(self.n_steps), self.losses.steps()
+        known = steps[np.diff(steps, prepend=-1) > 0]  # they ascend, so a log need not sort them
         ends = [epoch["step"] for epoch in self.epochs[1:]] + [self.n_steps]
         for epoch, end in zip(self.epochs, ends, strict=False):
             reported = dict(epoch)
