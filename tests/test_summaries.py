@@ -558,30 +558,6 @@ def test_html_escapes_names() -> None:
 # elsewhere
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2", "t5"])
-def test_hugging_face_models_from_config(kind: str) -> None:
-    tf = pytest.importorskip("transformers")
-    x = torch.zeros(2, 7, dtype=torch.long)
-    small: dict[str, Any] = {"vocab_size": 90, "bos_token_id": 1, "eos_token_id": 1}
-    if kind == "gpt2":
-        net = tf.GPT2LMHeadModel(tf.GPT2Config(n_layer=3, n_embd=32, n_head=2, **small))
-        given = {"input_ids": x}
-        macs = 14 * (3 * (12 * 32 * 32) + 32 * 90) + 3 * 2 * 2 * 7 * 7 * 32
-    else:
-        config = {"num_layers": 2, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64}
-        net = tf.T5ForConditionalGeneration(tf.T5Config(**config, vocab_size=90))
-        given = {"input_ids": x, "decoder_input_ids": x}
-        attention = 14 * 4 * 32 * 32 + 2 * 2 * 7 * 7 * 32
-        macs = 2 * (3 * attention + 2 * 14 * 2 * 32 * 64) + 14 * 32 * 90
-
-    s = summary(net, **given)
-
-    assert s.n_params == sum(p.numel() for p in net.parameters())
-    assert (s.run, s.macs, s.uncounted) == ("real", macs, {})
-    assert any("tied" in note for r in s for note in r.notes)
-
-
 def test_a_large_model_on_cuda_allocates_little_and_keeps_its_random_state(
     cuda: torch.device,
 ) -> None:
