@@ -46,7 +46,7 @@ def compare_models(
     evaluation mode. `a` is the expected one. Both run in the modes in which they are, from the same
     random state, without gradients unless `grads`; random states, buffers and modes are restored.
     Compiled models run eagerly; what both give is kept until it is compared. A layer that only one
-    of them runs, and a result that cannot be taken apart, are differences.
+    of them runs, and a result that cannot be taken apart or is a nested tensor, are differences.
 
     Args:
         a: a model, or a file that `Hooks.save` wrote: run in one environment, compare in another.

@@ -101,21 +101,6 @@ def _gap(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return gap, x, y
 
 
-def spread(parts: Parts) -> Parts:
-    """Return `parts` with each nested tensor as its values, in one row, and the sizes in it."""
-    found: Parts = []
-    for path, x in parts:
-        if isinstance(x, Tensor) and x.is_nested:
-            rows = x.detach().unbind()
-            none = torch.empty(0, dtype=x.dtype, device=x.device)
-            values = torch.cat([none, *(row.reshape(-1) for row in rows)])
-            sizes = torch.tensor([row.shape for row in rows], device="cpu")
-            found += [(path, values), (f"{path}.sizes", sizes)]
-        else:
-            found.append((path, x))
-    return found
-
-
 def dense(t: Tensor) -> Tensor:
     """`t` as an ordinary tensor: a quantized or sparse one by its values."""
     t = t.detach()

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from hookkit.comparing.comparison import MISSING, NOT_GIVEN, Comparison, Row
-from hookkit.comparing.measures import dense, difference, pairs, spread
+from hookkit.comparing.measures import dense, difference, pairs
 from hookkit.comparing.sides import Key, Side
 from hookkit.nested import Parts, describe
 
@@ -51,7 +51,7 @@ def compared(
     for key, mine in expected.items():
         there = key._replace(name=partners[key.name])
         own, note = first.own.get(key, ([], ""))
-        alone = {path: x for path, _, _, x in pairs(mine, spread(own))}
+        alone = {path: x for path, _, _, x in pairs(mine, own)}
         theirs = {path: at for path, _, *at in pairs(mine, found.get(there, []))}
         lacks = NOT_GIVEN if there.name in second.types else MISSING
         for path, x in mine:
@@ -85,7 +85,7 @@ def compared(
 
 def _counting(key: Key, parts: Parts, paths: Collection[str] | None, saved: bool) -> Parts:
     """Those of `parts` that are at or in one of `paths`, all if it is None; `saved`: tensors."""
-    parts = [p for p in spread(parts) if isinstance(p[1], Tensor) or not saved]
+    parts = [p for p in parts if isinstance(p[1], Tensor) or not saved]
     if paths is None or key.what == "param_grad":
         return parts
     return [p for p in parts if any(p[0] == x or p[0].startswith((f"{x}.", f"{x}["))
@@ -94,7 +94,7 @@ def _counting(key: Key, parts: Parts, paths: Collection[str] | None, saved: bool
 
 def _row(side: Side, key: Key, path: str, x: Any) -> Row:
     name, kind = key.name + path, side.types.get(key.name, "")
-    shape = tuple(x.shape) if isinstance(x, Tensor) else ()
+    shape = tuple(x.shape) if isinstance(x, Tensor) and not x.is_nested else ()
     return Row(name, name, kind, key.what, key.call, shape, path=path)
 
 
@@ -104,6 +104,8 @@ def _apart(row: Row, a: Any, b: Any, rtol: float | None, atol: float | None) -> 
         kind = type(b if isinstance(a, Tensor) else a).__name__
         problem = f"a {kind}, in which hookkit finds no tensor"
         return row if _equal(a, b) else replace(row, problem=problem)
+    if a.is_nested or b.is_nested:
+        return replace(row, problem="a nested tensor, which is not compared")
     a, b = dense(a), dense(b)
     if a.shape != b.shape:
         return replace(row, problem=f"{describe(b)} in the second")
@@ -114,7 +116,8 @@ def _apart(row: Row, a: Any, b: Any, rtol: float | None, atol: float | None) -> 
 
 def _with_own(row: Row, a: Any, own: Any, rtol: float | None, atol: float | None) -> Row:
     """`row` with how far what the second module gives alone is from `a`."""
-    if not (isinstance(a, Tensor) and isinstance(own, Tensor)) or a.is_meta or own.is_meta:
+    known = [t for t in (a, own) if isinstance(t, Tensor) and not (t.is_meta or t.is_nested)]
+    if len(known) < 2:
         return row
     a, own = dense(a), dense(own)
     if a.shape != own.shape:
