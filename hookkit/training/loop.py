@@ -79,9 +79,10 @@ class Loop:
     # --- adding, removing, finding callbacks
 
     def add_cbs(self, cbs: Any) -> Self:
-        """Adds one callback, several, or None; a class is instantiated. The runner itself.
+        """Add one callback, several, or None; a class is instantiated. Return the loop itself.
 
-        All are added, or none. One added while a fit is under way gets its `before_fit` at once.
+        All are added, or none. A callback that comes while a fit is under way gets its `before_fit`
+        at once.
 
         Raises:
             ArgumentError: one of them is no callback.
@@ -99,7 +100,7 @@ class Loop:
         return self
 
     def remove_cbs(self, cbs: Any) -> Self:
-        """Removes one callback or several, of a class all; the runner itself."""
+        """Remove one callback or several; of a class all. Return the loop itself."""
         for cb in self._chosen(cbs):
             self.cbs = L(c for c in self.cbs if c is not cb)
             self.find_methods()
@@ -111,14 +112,14 @@ class Loop:
     add_cb, remove_cb = add_cbs, remove_cbs  # fastai's names for one
 
     def _chosen(self, cbs: Any) -> list[Callback]:
-        """Return those of its callbacks that `cbs` names: by themselves, or by their class."""
+        """Return the callbacks that `cbs` names: by themselves, or by their class."""
         several = listed(cbs)
         kinds = tuple(cb for cb in several if isinstance(cb, type))
         return [c for c in self.cbs if isinstance(c, kinds) or any(c is cb for cb in several)]
 
     @contextmanager
     def added_cbs(self, cbs: Any) -> Iterator[Self]:
-        """The runner with `cbs` added, until the end of the `with`.
+        """Add `cbs` until the end of the `with`.
 
         Afterwards they get no more events and can still be read by name: `learn.activation_stats`.
         """
@@ -133,7 +134,7 @@ class Loop:
 
     @contextmanager
     def removed_cbs(self, cbs: Any) -> Iterator[Self]:
-        """The runner without `cbs` (instances, classes), until the end of the `with`."""
+        """Remove `cbs` (instances, classes) until the end of the `with`."""
         removed, place = self._chosen(cbs), {id(cb): i for i, cb in enumerate(self.cbs)}
         self.remove_cbs(removed)
         try:
@@ -161,7 +162,7 @@ class Loop:
         self._hooking = [cb for cb in self.cbs if isinstance(cb, HookCallback)]
 
     def __call__(self, *events: str) -> None:
-        """Sends events, in turn: each callback that has a method for one is called."""
+        """Send events, in turn: call each callback that has a method for one."""
         for event in events:
             if event not in self.heard:
                 if event not in EVENTS:
@@ -268,9 +269,9 @@ class Loop:
     # --- reading
 
     def gather(self) -> Self:
-        """Merges what the ranks of a process group recorded; returns itself. Each rank has to call.
+        """Merge what the ranks of a process group recorded; return itself. Each rank has to call.
 
-        Until the next step every rank then reads the whole, without waiting; before it, each reads
+        Every rank then reads the whole, without waiting, until the next step. Otherwise each reads
         its own. A fit in `distrib_ctx` ends with it.
 
         Raises:
@@ -285,7 +286,7 @@ class Loop:
         return self
 
     def run_record(self) -> Run:
-        """Everything recorded so far, as plain values: what pictures, diagnosis and report read.
+        """Return everything recorded so far, as plain values that pictures and diagnosis read.
 
         Sync: one per recorder.
         """

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookkit.callbacks.callback import Callback
+from hookkit.callbacks.callback import Callback, own_method
 from hookkit.callbacks.events import CancelFitException
 from hookkit.checks import check_callable, check_flag
 from hookkit.errors import HookError, NeverFiredWarning, warn
@@ -25,7 +25,7 @@ from hookkit.records import Floats, Reportable, Run
 from hookkit.training import watch_checks as checks
 from hookkit.training.live import ShowHealth
 from hookkit.training.loop import instances, is_recorder, no_attribute
-from hookkit.training.watch_checks import one_number
+from hookkit.training.watch_checks import NEVER_SENT, one_number
 from hookkit.training.watched_loop import WatchedLoop
 
 
@@ -36,15 +36,15 @@ def watch(
     loss_func: Callable[..., Any] | None = None,
     show: bool = False,
 ) -> Watcher:
-    """Runs `callbacks` around any training loop, inside the `with`.
+    """Run `callbacks` around any training loop, inside the `with`.
 
     A batch begins with a forward of the model in training mode with gradients on. A step is
-    everything between two optimizer steps: it is over when every optimizer has stepped, or else
-    when the next forward begins. So gradient accumulation, skipped AMP steps, closures, several
-    optimizers and validation in between are recorded right, in any loop that steps a torch
-    optimizer. At the end of the `with` all hooks are removed, also after an error or Ctrl-C; what
-    was recorded stays. Entering again appends. `docs/how-to/callbacks.md` has a table of the events
-    and attributes that callbacks have here and in the Learner.
+    everything between two optimizer steps: it is over when every optimizer has stepped, or when the
+    next forward begins. So gradient accumulation, skipped AMP steps, closures, several optimizers
+    and validation in between are recorded right, in any loop that steps a torch optimizer. The end
+    of the `with` removes all hooks, also after an error or Ctrl-C. What was recorded stays, and
+    entering again appends to it. `docs/how-to/callbacks.md` has a table of the events and
+    attributes that callbacks have here and in the Learner.
 
     Args:
         model: the model you train, wrapped (compile, DDP, FSDP, accelerate) or not; several in
@@ -55,8 +55,8 @@ def watch(
         loss_func: your loss function. If it is a module, its scalar outputs are recorded as the
             loss; not needed if the model returns its loss, or with `w.loss(loss)`. A plain
             function cannot be hooked: it only says what kind of loss it is.
-        show: redraws the run every few seconds and prints findings as they become clear: adds
-            `ShowHealth()`, and where no callback records, ActivationStats and ParamStats.
+        show: adds `ShowHealth()`, which redraws the run every few seconds and prints findings; and
+            ActivationStats and ParamStats, if no callback records.
 
     Returns:
         The `Watcher`, for the `with`; it reads what was recorded afterwards too.
@@ -65,7 +65,7 @@ def watch(
         ArgumentError: an argument is of a kind that cannot work.
         HookError: the model is scripted.
 
-    Cost: four hooks a step, about 50 µs on a CPU (`benchmarks/watching.py`).
+    Cost: four hooks a step, about 30 µs on a CPU (`benchmarks/watching.py`).
 
     >>> net = nn.Linear(2, 1)
     >>> sgd = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -90,16 +90,28 @@ def watch(
             cbs += [ActivationStats(every=10, units=True), ParamStats(every=10)]
         if not any(isinstance(cb, ShowHealth) for cb in cbs):
             cbs.append(ShowHealth())
-    loop = WatchedLoop(model, opts, loss_func)
-    checks.warn_never_sent(loop.add_cbs(cbs).cbs)
+    loop = WatchedLoop(model, opts, loss_func).add_cbs(cbs)
+    for cb in cbs:
+        for event in NEVER_SENT:
+            if own_method(cb, event) is not None:
+                warn(
+                    f"{cb!r}.{event} is never called in watch, which sees forwards and steps, and "
+                    f"not what is between them: {NEVER_SENT[event]}; or train with hookkit's "
+                    f"Learner."
+                )
+    name = type(loop.model).__name__
     for one in opts:
         if not loop.hooks.owns(one):
-            checks.warn_foreign(one, loop.model)
+            warn(
+                f"watch: {type(one).__name__} holds none of the parameters of {name}: its steps "
+                f"are counted, but they change something else. Give the optimizer made from "
+                f"{name}'s parameters(), or none."
+            )
     return Watcher(model, loop)
 
 
 class Watcher(Reportable):
-    """What `watch` returns: follows a loop inside the `with`, and reads what was recorded.
+    """Follows a loop inside the `with`, and reads what was recorded; `watch` returns it.
 
     Callbacks are found by name: `w.activation_stats`. `start()` and `stop()` do the same as the
     `with`, for places without one. `w.run_record()` is what was recorded, to keep, copy or pickle.
@@ -118,7 +130,7 @@ class Watcher(Reportable):
     # --- begin and end
 
     def start(self) -> Watcher:
-        """Begins: calls the callbacks' `before_fit`, then registers the hooks.
+        """Begin: call the callbacks' `before_fit`, then register the hooks.
 
         Raises:
             HookError: it is running, or one of its callbacks records another run.
@@ -137,7 +149,7 @@ class Watcher(Reportable):
         return self
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Ends it: closes what is open, removes all hooks. Does nothing if it is not running.
+        """Close what is open and remove all hooks; do nothing if it is not running.
 
         Args:
             error: what has ended the loop; the callbacks then get no `after_` events.
@@ -175,10 +187,10 @@ class Watcher(Reportable):
     # --- what the user may report
 
     def epoch(self, **values: Any) -> None:
-        """Marks an epoch, at the top or the bottom of the loop over epochs. Optional.
+        """Mark an epoch, at the top or the bottom of the loop over epochs. Optional.
 
-        Batches from now on belong to the next one; an epoch without batches is not counted. Before
-        the first batch, values (of the untrained model) get a row of their own.
+        Batches from now on belong to the next epoch; one without batches is not counted. Before the
+        first batch, values (of the untrained model) get a row of their own.
 
         Args:
             values: of the epoch that ends, such as `valid_loss=…`, `accuracy=…`: numbers or
@@ -192,28 +204,28 @@ class Watcher(Reportable):
         self.note(**values)
 
     def note(self, **values: Any) -> None:
-        """Adds values to the last epoch as `epoch` does, with its errors, without ending it.
+        """Add values to the last epoch as `epoch` does, with its errors, without ending it.
 
-        Of several validations within an epoch each has a row of the epoch in `run_record().valid`.
+        Each of several validations within an epoch gets a row of it in `run_record().valid`.
         """
         checks.check_reported(values)
         now = {k: v.detach() if isinstance(v, Tensor) else v for k, v in values.items()}
         self.loop.note(now)
 
     def batch(self) -> None:
-        """Marks that a training batch begins, where the forward of it cannot show that.
+        """Mark that a training batch begins, if its forward cannot show that.
 
-        Such as one inside a train step that is compiled as a whole, or in eval mode on purpose.
+        Examples are a train step that is compiled as a whole, and training in eval mode on purpose.
         """
         if self.loop.fitting:
             self.loop.mark_batch()
 
     def loss(self, loss: Tensor | float) -> None:
-        """Reports the loss of this batch, before or after its step. Optional; kept on its device.
+        """Report the loss of this batch, before or after its step. Optional; kept on its device.
 
-        Give the tensor: its graph shows mistakes, which a number has not. Under gradient
-        accumulation report each batch's own loss, undivided: the step's is their mean. One that is
-        reported in validation counts only if the training batch before has none yet.
+        Give the tensor: its graph shows mistakes. Under gradient accumulation report each batch's
+        own loss, undivided: the step's loss is their mean. A loss that is reported in a validation
+        counts only if the training batch before has none yet.
 
         Raises:
             ArgumentError: it is not one number.
@@ -225,17 +237,17 @@ class Watcher(Reportable):
     # --- reading
 
     def gather(self) -> Watcher:
-        """Merges what the ranks of a process group recorded, as `Learner.gather` does; itself."""
+        """Merge what the ranks of a process group recorded, as `Learner.gather`; return itself."""
         self._runner.gather()
         return self
 
     def run_record(self) -> Run:
-        """Everything recorded so far, as plain values. Sync: one per recorder."""
+        """Return everything recorded so far, as plain values. Sync: one per recorder."""
         return self._runner.run_record()
 
     @property
     def losses(self) -> Floats:
-        """(n_steps,) float64: the training loss by optimizer step, NaN where it is not known."""
+        """The training loss of each optimizer step: (n_steps,) float64, NaN if it is unknown."""
         loop = self._runner
         return loop.losses.by_step(loop.n_steps)[loop.first_step :]
 
@@ -243,7 +255,11 @@ class Watcher(Reportable):
     def _runner(self) -> WatchedLoop:
         if not self._entered:
             self._entered = True
-            warn(checks.NOT_ENTERED, NeverFiredWarning)
+            warn(
+                "this watch(…) was never entered, so nothing is recorded. Write `with watch(…) as "
+                "w:` around the loop; or call w.start() before it, and w.stop() after it.",
+                NeverFiredWarning,
+            )
         return self.loop
 
     @property
@@ -280,6 +296,6 @@ class Watcher(Reportable):
         loop = self.loop
         names = ", ".join(loop.cbs_by_name) or "no callbacks"
         state = "running" if loop.fitting else "stopped" if loop.epochs else "not started"
-        n, epochs = self.n_steps, len({span["epoch"] for span in loop.epochs})
+        n, epochs = self.n_steps, len({row["epoch"] for row in loop.epochs})
         steps = f"{n} step{'s' * (n != 1)} in {epochs} epoch{'s' * (epochs != 1)}"
         return f"Watcher({type(loop.model).__name__}: {steps}; {names}; {state})"
