@@ -37,10 +37,10 @@ def x() -> Tensor:
 
 
 def state(model: nn.Module) -> list[Any]:
-    """Everything that a guest could leave on a module."""
+    """Everything that a guest could leave on a module, but PyTorch's mark of full backward hooks."""
     found = []
     for name, m in model.named_modules():
-        hooks = [(key, list(held)) for key, held in vars(m).items() if "hook" in key and held]
+        hooks = [(key, list(held)) for key, held in vars(m).items() if "_hooks" in key and held]
         found.append((name, id(m), sorted(vars(m)), hooks))
     return found
 

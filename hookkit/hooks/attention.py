@@ -1,8 +1,8 @@
-"""Hooks on the attention pattern, which fused attention never computes.
+"""Hooks on attention patterns, which fused attention never computes.
 
-It is computed from what `F.scaled_dot_product_attention` is called with, and the fused result is
-kept unless an edit gave another pattern. Of attention that is written out, it is what its softmax
-gives.
+Where a model calls `F.scaled_dot_product_attention`, the pattern is computed from its arguments,
+and the fused result is kept unless an edit returned another pattern. Where attention is written
+out, the pattern is the result of its softmax.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _thread = local()  # .seen: the pattern of the fused call that runs now was show
 
 
 class AttentionHooks(FunctionHooks):
-    """Hooks on a function that no model calls: from the scores of an attention to its pattern."""
+    """Hooks the step from the scores of an attention to its pattern, as if it were a function."""
 
     def __init__(self, within: Any, options: HookOptions, numbered: bool = True) -> None:
         super().__init__(softmax, within, options, numbered)
@@ -36,7 +36,7 @@ class AttentionHooks(FunctionHooks):
         self.leaf = "[0]" if options.kind == "pre" else ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called by PyTorch in the place of `func`; the mode is off meanwhile."""
+        """Run `func` in PyTorch's place, and show attention's pattern. The mode is off then."""
         kwargs, name = kwargs or {}, plain_name(func)
         if not self.scope.on:
             return call_outer(func, args, kwargs)
@@ -56,18 +56,23 @@ class AttentionHooks(FunctionHooks):
                 if _has_sink():
                     return self._with_sink(func, scores, options)
                 pattern = self._run_hooked(func, "attention", (scores.reshape(shape),), options)
-                return self._fitting(pattern, shape).reshape(scores.shape)
+                return self._check_shape(pattern, shape).reshape(scores.shape)
         return super().__torch_function__(func, types, args, kwargs)
 
     def _fused(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What fused attention gives; with an edited pattern, what follows from that."""
+        """Return the result of fused attention, or what follows from a pattern that was edited.
+
+        The pattern is shown to the blocks that are open by calling `attention`, a function that
+        each of their modes sees in turn. If all of them return the tensor that was made for them
+        (`made`), nothing was edited, and the fused function runs as the model called it.
+        """
         if self._caller() is None:
             return call_outer(func, args, kwargs)
         given = _SDPA.bind(*args, **kwargs).arguments
         dtype, made = given["value"].dtype, list[Tensor]()
 
         def attention(scores: Tensor) -> Tensor:
-            """The pattern, shown to each block that is open, the innermost last."""
+            """Return the pattern, shown to each block that is open, the innermost last."""
             if has_torch_function_unary(scores):
                 shown: Tensor = handle_torch_function(attention, (scores,), scores)
                 return shown
@@ -92,11 +97,11 @@ class AttentionHooks(FunctionHooks):
         value, rate = given["value"], given.get("dropout_p", 0.0)
         if given.get("enable_gqa"):
             value = value.repeat_interleave(scores.size(-3) // value.size(-3), -3)
-        pattern = self._fitting(pattern, seen.shape).reshape(scores.shape)
+        pattern = self._check_shape(pattern, seen.shape).reshape(scores.shape)
         return dropout(pattern.to(value.dtype), rate) @ value
 
     def _with_sink(self, softmax: Any, scores: Tensor, options: Any) -> Tensor:
-        """What a softmax gives whose last column is no key; hooks see the other columns."""
+        """Run a softmax whose last column is no key; hooks see the other columns."""
         keys, made = scores[..., :-1], list[Tensor]()
 
         def attention(part: Tensor, **options: Any) -> Tensor:
@@ -108,10 +113,10 @@ class AttentionHooks(FunctionHooks):
         pattern = self._run_hooked(attention, "attention", (keys,), options)
         if pattern is made[1]:
             return made[0]
-        return torch.cat([self._fitting(pattern, tuple(keys.shape)), made[0][..., -1:]], -1)
+        return torch.cat([self._check_shape(pattern, tuple(keys.shape)), made[0][..., -1:]], -1)
 
     def _check_axes(self, shape: tuple[int, ...]) -> None:
-        """Raises if an edit would take another dimension for the heads."""
+        """Raise if an edit would take another dimension for the heads."""
         heads = _n_heads(next(running_modules(), None))
         if len(shape) == 4 and not shape[1] != heads == shape[2]:  # Longformer's are in the third
             return
@@ -123,8 +128,8 @@ class AttentionHooks(FunctionHooks):
             "layer out of within=; edit_function(F.softmax, …) or edit_output may do instead."
         )
 
-    def _fitting(self, pattern: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """`pattern`, if an edit has left it its shape."""
+    def _check_shape(self, pattern: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return `pattern`; raise if an edit changed its shape."""
         if pattern.shape == shape:
             return pattern
         where, _ = self._caller() or ("the model", None)
@@ -135,7 +140,7 @@ class AttentionHooks(FunctionHooks):
         )
 
     def never_called(self) -> str:
-        """In words: that no attention was seen."""
+        """Return the warning that no attention was seen."""
         return (
             f"{self.options.who}: no attention was seen. Run the model inside the block, in this "
             "thread, and give it or its attention layers. Seen are F.scaled_dot_product_attention, "
@@ -145,25 +150,25 @@ class AttentionHooks(FunctionHooks):
 
 
 def _needs_graph(query: Tensor) -> bool:
-    """Whether a block that is open edits this call, or stores its pattern with the graph."""
+    """Return True if an open block edits this call, or stores its pattern with the graph."""
     if has_torch_function_unary(query):
         return bool(handle_torch_function(_needs_graph, (query,), query))
     return False
 
 
 def _has_sink() -> bool:
-    """Whether the attention that runs now has a sink as its last key, as gpt-oss."""
+    """Return True if the attention that runs now has a sink as its last key, as gpt-oss."""
     return isinstance(getattr(next(running_modules(), None), "sinks", None), Tensor)
 
 
 def _n_heads(owner: nn.Module | None) -> Any:
-    """How many heads an attention says that it has, in its attributes or those of its `config`."""
+    """Return the number of heads in an attention's attributes, or those of its `config`."""
     config = getattr(owner, "config", None)
     return getattr(owner, "num_heads", None) or getattr(config, "num_attention_heads", None)
 
 
 def _shape(scores: Tensor) -> tuple[int, ...]:
-    """(batch, heads, queries, keys) of scores, of which the first three can be packed.
+    """Return (batch, heads, queries, keys) of scores, where the first three can be packed.
 
     `nn.MultiheadAttention` joins the batch and the heads. transformers packs the queries of one
     token that share their keys as (batch, key heads, group, keys).
@@ -179,7 +184,7 @@ def _shape(scores: Tensor) -> tuple[int, ...]:
 def _written_out(
     input: Tensor, dim: Any = None, *rest: Any, dtype: Any = None, out: Any = None, **_: Any
 ) -> tuple[Tensor, dict[str, Any]] | None:
-    """The scores and the options of a softmax, if it is over the last dimension of a new tensor."""
+    """Return the scores and options of a softmax over the last dimension into a new tensor."""
     if dim not in (-1, input.dim() - 1) or not input.is_floating_point() or out is not None:
         return None
     dtype = next((x for x in rest if isinstance(x, torch.dtype)), dtype)
@@ -196,7 +201,7 @@ def attention_scores(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What the softmax of `F.scaled_dot_product_attention`, called so, is given.
+    """Return the scores that the softmax of `F.scaled_dot_product_attention` gets.
 
     Source: the equivalent code in the documentation of `torch.nn.functional` (2.13).
 

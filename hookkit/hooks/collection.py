@@ -84,19 +84,9 @@ class Hooks:
         stop: bool = False,
         prepend: bool = False,
     ) -> None:
-        options = HookOptions(
-            "Hooks",
-            kind_of("Hooks", is_forward, pre),
-            hook_func,
-            detach,
-            cpu,
-            gather,
-            edit=edit,
-            keep=keep,
-            clone=clone,
-            stop=stop,
-            prepend=prepend,
-        )
+        kind = kind_of("Hooks", is_forward, pre)
+        more: Any = {"keep": keep, "clone": clone, "stop": stop, "prepend": prepend}
+        options = HookOptions("Hooks", kind, hook_func, detach, cpu, gather, edit=edit, **more)
         self._init(named_modules_of(ms, "Hooks"), options, ms)
 
     def _init(

@@ -1,9 +1,9 @@
-"""Has PyTorch run a model layer by layer: what would pass hooks by is off, as long as it is asked.
+"""Temporarily disables torch.compile and the fused TransformerEncoder path, which skip hooks.
 
 A compiled function ignores hooks that are added after its first run, so inside a `with` block
-compiled code runs eagerly; a hook that stays has to be there before that run, or everything is
-compiled once more (`forget_graphs`). PyTorch's fused path of a TransformerEncoder looks for hooks
-on its modules, but not for global hooks, or for modules that are skipped or swapped.
+compiled code runs eagerly. A hook that stays has to be there before that run; otherwise everything
+is compiled once more (`forget_graphs`). PyTorch's fused path of a TransformerEncoder looks for
+hooks on its modules, but not for global hooks, or for modules that are swapped.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from typing import Any
 import torch
 
 
-class Setting:
-    """A setting of the process: the first owner changes it, the last one to end restores it.
+class ProcessSetting:
+    """Changes a setting of the process for its first owner, and restores it after the last one.
 
     Owners are blocks of all threads, which need not end in the reverse order of their beginning.
     """
 
     def __init__(self, change: Callable[[], Callable[[], Any]]) -> None:
-        self.change = change  # gives what undoes it
+        self.change = change  # returns the function that undoes it
         self.owners, self._lock = set[int](), Lock()
         self._undo: Callable[[], Any] | None = None
 
     def begin(self, owner: object) -> None:
-        """Changes it for `owner`."""
+        """Change the setting, unless it is changed already."""
         with self._lock:
             if not self.owners:
                 self._undo = self.change()
             self.owners.add(id(owner))
 
     def end(self, owner: object) -> None:
-        """`owner` needs it no more; can be repeated."""
+        """Restore the setting if `owner` was the last one; can be repeated."""
         if id(owner) not in self.owners:
-            return
+            return  # most blocks: without a lock
         with self._lock:
             self.owners.discard(id(owner))
             if not self.owners and self._undo is not None:
@@ -47,22 +47,22 @@ class Setting:
                 self._undo = None
 
 
-def _unfuse() -> Callable[[], None]:
+def _disable_fused_path() -> Callable[[], None]:
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     return lambda: torch.backends.mha.set_fastpath_enabled(before)
 
 
-def _stand_back() -> Callable[[], None]:
+def _disable_compile() -> Callable[[], None]:
     stance = torch.compiler.set_stance("force_eager")
     return lambda: stance.__exit__(None, None, None)
 
 
-EAGER, _UNFUSED = Setting(_stand_back), Setting(_unfuse)
+EAGER, _UNFUSED = ProcessSetting(_disable_compile), ProcessSetting(_disable_fused_path)
 
 
 def has_compiled() -> bool:
-    """Whether anything has been compiled in this process; loading the compiler is not enough.
+    """Return True if anything has been compiled in this process; loading the compiler is no sign.
 
     An optimizer loads the compiler, and to set its stance would cost each block 145 µs.
     """
@@ -75,9 +75,10 @@ def has_compiled() -> bool:
 
 
 def enter_eager(owner: object, always: bool = False) -> None:
-    """Compiled functions run eagerly from now on, until `EAGER.end(owner)`.
+    """Let compiled functions run eagerly from now on, until `EAGER.end(owner)`.
 
-    Without `always` only if something was given to the compiler, or has been compiled, by now.
+    Args:
+        always: also if nothing has been compiled, or given to the compiler, by now.
     """
     if always and "torch.nn.attention.flex_attention" in sys.modules:
         # Flex attention loads the compiler when it is called, which would be too late.
@@ -94,7 +95,7 @@ def enter_eager(owner: object, always: bool = False) -> None:
 
 @contextmanager
 def layer_by_layer(always: bool = False) -> Iterator[None]:
-    """A block in which every layer is called: no compiled code, no fused path of PyTorch's."""
+    """Open a block in which every layer is called: no compiled code, no fused path of PyTorch's."""
     owner = object()
     try:
         enter_eager(owner, always)
@@ -106,10 +107,10 @@ def layer_by_layer(always: bool = False) -> Iterator[None]:
 
 
 def forget_graphs() -> bool:
-    """Has everything compiled again at its next call, with the hooks that are there by then.
+    """Drop all compiled graphs; return True if there were any. Values do not change.
 
-    For hooks that stay and are added to a model that has run. Returns True if there was anything
-    compiled. Values do not change.
+    For hooks that stay and are added to a model that has run: at its next call it is compiled again
+    with the hooks that are there by then.
     """
     if not has_compiled():
         return False

@@ -18,7 +18,7 @@ from inspect import currentframe
 from pathlib import Path
 from threading import get_ident
 from types import FrameType, FunctionType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -126,15 +126,17 @@ class FunctionHooks(Hooks, TorchFunctionMode):
             self.within, positions = _names_of(within, options.who)
         self.scope = HookScope(options, only_in_with=True, names_are_positions=positions)
         self.numbered, self.wanted = numbered, {plain_name(f)}
+        self._clear()
 
     def _clear(self) -> None:
+        """Set what belongs to one block: its calls and the thread that makes them."""
         self.hooks, self.calls, self.thread = [], dict[str, FunctionCall](), get_ident()
         self.counts, self.heads = Counter[str](), dict[str, int]()
         # of the modules inside those of `within`: the callers that were found for the calls in them
         self.inside = WeakKeyDictionary[nn.Module, set[Caller]]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called by PyTorch in the place of `func`; the mode is off meanwhile."""
+        """Run `func` in PyTorch's place, under a hook if wanted. The mode is off then."""
         kwargs, name = kwargs or {}, plain_name(func)
         if name in self.wanted and self.scope.on and not _is_hookkits():
             return self._run_hooked(func, name, args, kwargs)
@@ -251,19 +253,8 @@ class FunctionHooks(Hooks, TorchFunctionMode):
 
     def _turn(self, on: bool) -> None:
         self.scope.on = on
-        for h in vars(self).get("hooks", ()):
+        for h in self.hooks:
             h.registered = on
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Only for a name that is not there: the hooks, before the first `with`."""
-            if name == "hooks":
-                raise HookError(
-                    f"{self.options.who}: it has seen no call, as it was never entered. Run the "
-                    "model in its `with`."
-                )
-            return super().__getattr__(name)
 
     def __enter__(self) -> Self:
         if self.scope.depth and self.thread != get_ident():
@@ -310,8 +301,6 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         raise HookError(f"{self.options.who}: hooks on functions cannot be copied. Make new ones.")
 
     def __repr__(self) -> str:
-        if "hooks" not in vars(self):
-            return "FunctionHooks(not entered yet)"
         return f"Function{super().__repr__()}"
 
 
@@ -434,8 +423,8 @@ def hook_function(
             `hook` that is only called, and for `n_calls`.
 
     Returns:
-        `FunctionHooks`, to be entered; reading them before that is an error. The calls of the last
-        `with` stay readable after it.
+        `FunctionHooks`, to be entered; one that never is warns. The calls of the last `with` stay
+        readable after it.
 
     Raises:
         ArgumentError: `f` is no function of torch; or `within` holds no modules.

@@ -2,9 +2,11 @@
 
 PyTorch's module backward hooks refuse in-place operations and see no dicts; a hook on the tensor
 itself is right on all of them. Its gradient is autograd's: that of all uses of the tensor, as
-`retain_grad()` gives it. Only a tensor that the module was given, a leaf, or one that it gives
-twice is handed on as a view, which has uses of its own. What holds the receiving function is the
-autograd graph, so it must not hold the graph.
+`retain_grad()` gives it. A tensor that has no gradient of its own for this module is handed on as a
+view, which has one: a tensor that the module was given, a leaf, or one that it gives twice.
+
+The autograd graph keeps `receive` alive, so `receive` must not reference tensors of the graph, or
+nothing is freed.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from hookkit.nested import Inputs, leaves, parts_of, tmap
 
 Receive = Callable[[int, Tensor], Any]
-"""`receive(i, grad)` gets the gradient of leaf `i`; what it returns, unless None, replaces it."""
+"""`receive(i, grad)` gets the gradient of tensor `i`; its result, unless None, replaces it."""
 
 
 def listen_output(
@@ -30,7 +32,10 @@ def listen_output(
     receive: Receive,
     edits: bool = False,
 ) -> Any:
-    """Has `receive` called for each leaf of `output`; called in a forward hook.
+    """Call `receive` with the gradient of each tensor in `output`; for use in a forward hook.
+
+    Args:
+        edits: the results of `receive` replace the gradients.
 
     Returns:
         What the hook has to return: None, or the output with views in the place of some tensors.
@@ -38,13 +43,72 @@ def listen_output(
     if not torch.is_grad_enabled():
         return None
     users = [*args, *kwargs.values()]
-    free = _free(output, lambda x: any(x is given for given in users))
+    free = _exchangeable(output, lambda x: any(x is user for user in users))
     new = _listen(output, (args, kwargs), receive, free, partial(_base_of, module, edits))
     return None if new is output else new
 
 
+def listen_inputs(module: nn.Module, inputs: Inputs, part: Any, receive: Receive) -> Any:
+    """Call `receive` with the gradient of each tensor in `part`, of the inputs; in a pre-hook.
+
+    Returns:
+        `part`, each tensor as a view of its own. Not exchanged are the tensors of a module that
+        works in place, and those in a list or dict, which the module may change for its caller.
+    """
+    others = () if getattr(module, "inplace", False) else inputs
+    may_change = isinstance(module, nn.Module)  # torch's functions change none
+    return _listen(part, others, receive, _exchangeable(part, lambda x: may_change))
+
+
+def _listen(
+    x: Any,
+    others: Any,
+    receive: Receive,
+    free: list[bool],
+    base_of: Callable[[Tensor], Tensor | None] = lambda t: None,
+) -> Any:
+    """Return `x` with a hook on each tensor, and views of those without a gradient of their own.
+
+    Args:
+        others: structure of tensors; one that is also in `x` gets a view.
+        free: for each tensor whether it can be exchanged.
+        base_of: returns the tensor that also has to be hooked, or None.
+    """
+    # by identity, as a graph of torch.compile would be guarded by ids
+    own, known = leaves(x), leaves(others)
+    numbers = iter(range(len(own)))
+
+    def one(t: Tensor) -> Tensor:
+        i = next(numbers)
+        if not t.requires_grad:
+            return t
+        if free[i] and (t.is_leaf or sum([t is other for other in (*own, *known)]) > 1):
+            t = t.view_as(t) if t.layout is torch.strided and not t.is_nested else t
+        base = base_of(t)
+        if base is None or any(base is other for j, other in enumerate(own) if j != i):
+            t.register_hook(partial(receive, i))  # type: ignore[no-untyped-call]
+        else:
+            _listen_to_both(t, base, partial(receive, i))
+        return t
+
+    return tmap(one, x)
+
+
+def _exchangeable(x: Any, is_users: Callable[[Any], bool]) -> list[bool]:
+    """Return for each tensor in `x` whether it can be exchanged: no list or dict of a user has it.
+
+    Args:
+        is_users: returns True for a list, a dict or an object that belongs to the caller.
+    """
+    if isinstance(x, Tensor):
+        return [True]
+    if isinstance(x, tuple) or not is_users(x):
+        return [free for _, part in parts_of(x) for free in _exchangeable(part, is_users)]
+    return [False] * len(leaves(x))
+
+
 def _base_of(module: nn.Module, edits: bool, t: Tensor) -> Tensor | None:
-    """The tensor whose gradient `t`, an output of `module`, has if `t` is written in place."""
+    """Return the tensor that has the gradient of `t`, an output, once `t` is written in place."""
     if torch.compiler.is_compiling() or t.layout is not torch.strided or t.is_nested:
         return None
     # Private: `Tensor._base`, the tensor that a view is of (since before 2.0). There is no public
@@ -63,60 +127,8 @@ def _base_of(module: nn.Module, edits: bool, t: Tensor) -> Tensor | None:
     return base if direct and not edits else None
 
 
-def listen_inputs(module: nn.Module, inputs: Inputs, part: Any, receive: Receive) -> Any:
-    """Has `receive` called for each leaf of `part`, of the inputs; called in a forward-pre hook.
-
-    Returns:
-        `part`, each tensor as a view of its own. As they are: of a module that works in place, and
-        what is in a list or a dict, which the module may change for its caller.
-    """
-    given = () if getattr(module, "inplace", False) else inputs
-    may_change = isinstance(module, nn.Module)  # torch's functions change none
-    return _listen(part, given, receive, _free(part, lambda x: may_change))
-
-
-def _free(x: Any, is_users: Callable[[Any], bool]) -> list[bool]:
-    """For each leaf of `x` whether it can be exchanged: it is in no list or dict of the user's."""
-    if isinstance(x, Tensor):
-        return [True]
-    if isinstance(x, tuple) or not is_users(x):
-        return [free for _, part in parts_of(x) for free in _free(part, is_users)]
-    return [False] * len(leaves(x))
-
-
-def _listen(
-    x: Any,
-    given: Any,
-    receive: Receive,
-    free: list[bool],
-    base_of: Callable[[Tensor], Tensor | None] = lambda t: None,
-) -> Any:
-    """`x` with a hook on each tensor; views where it is among `given`, a leaf, or there twice.
-
-    Only those that are `free` are exchanged.
-    """
-    # by identity, as a graph of torch.compile would be guarded by ids
-    own, others = leaves(x), leaves(given)
-    numbers = iter(range(len(own)))
-
-    def one(t: Tensor) -> Tensor:
-        i = next(numbers)
-        if not t.requires_grad:
-            return t
-        if free[i] and (t.is_leaf or sum([t is other for other in (*own, *others)]) > 1):
-            t = t.view_as(t) if t.layout is torch.strided and not t.is_nested else t
-        base = base_of(t)
-        if base is None or any(base is other for j, other in enumerate(own) if j != i):
-            t.register_hook(partial(receive, i))  # type: ignore[no-untyped-call]
-        else:
-            _listen_to_both(t, base, partial(receive, i))
-        return t
-
-    return tmap(one, x)
-
-
 def _listen_to_both(t: Tensor, base: Tensor, receive: Callable[[Tensor], Any]) -> None:
-    """Has `receive` called with the gradient of `t`, a view of `base`, or else that of `base`.
+    """Call `receive` with the gradient of `t`, a view of `base`; if none arrives, that of `base`.
 
     An in-place operation on a view takes its hooks out of the graph, and leaves those of its base.
     """

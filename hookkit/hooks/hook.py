@@ -113,19 +113,9 @@ class Hook:
         name: str | None = None,
         leaf: str = "",
     ) -> None:
-        options = HookOptions(
-            "Hook",
-            kind_of("Hook", is_forward, pre),
-            hook_func,
-            detach,
-            cpu,
-            gather,
-            edit=edit,
-            keep=keep,
-            clone=clone,
-            stop=stop,
-            prepend=prepend,
-        )
+        kind = kind_of("Hook", is_forward, pre)
+        more: Any = {"keep": keep, "clone": clone, "stop": stop, "prepend": prepend}
+        options = HookOptions("Hook", kind, hook_func, detach, cpu, gather, edit=edit, **more)
         check_hookable(m, "Hook")
         if not isinstance(leaf, str) or not is_path(leaf):
             raise OptionError(
@@ -137,14 +127,14 @@ class Hook:
 
     def _init(self, m: nn.Module | None, scope: HookScope, name: str | None, leaf: str) -> None:
         """Set all attributes. Of `__init__` this is what `hook_of` needs, with checked options."""
-        self._module: Callable[[], nn.Module | None] = _no_module if m is None else ref(m)
+        self._module: Callable[[], nn.Module | None] = (lambda: None) if m is None else ref(m)
         self.scope, self.name, self.leaf = scope, name, leaf
         self.handle: RemovableHandle | None = None
         self.registered = False  # what a compiled graph can ask, unlike the handle
         self.n_calls = 0
         self.last: Any = None  # what the last call stored
         self.all: list[Any] | None = None  # what each call stored, with keep="all"
-        self.version = -1  # of the live tensors in `last`
+        self.version = -1  # of the tensors in `last`, if they are not copies
         self.why = ""  # why nothing was stored, as far as the calls told
         # Which call the gradients in `last` are of: the number of the entering, that of the call in
         # it, and that of the backward pass in which a checkpoint ran it again.
@@ -454,7 +444,7 @@ class Hook:
         wait_for(self.scope.pending)
         if self.last is None:
             self._warn_if_compiled()
-        elif self.version != -1 and self._was_overwritten():
+        elif self.version != -1 and version_of(self.last) != self.version:
             self.version = -1
             warn(
                 f"{self.options.who}: what is stored of {self.label} was overwritten in place "
@@ -465,12 +455,6 @@ class Hook:
             )
         self.last = out_of_inference(self.last)
         return self.last
-
-    def _was_overwritten(self) -> bool:
-        """Return True if a live tensor that is stored was written in place since."""
-        options = self.options
-        live = not options.kind.endswith("grad") and not (options.detach and options.clone)
-        return live and version_of(self.last) != self.version
 
     @property
     def calls(self) -> Values:
@@ -623,10 +607,6 @@ def hook_of(m: Any, scope: HookScope, name: str | None = None, leaf: str = "") -
     hook = Hook.__new__(Hook)
     hook._init(m, scope, name, leaf)
     return hook
-
-
-def _no_module() -> None:
-    return None
 
 
 def _inert() -> Hook:

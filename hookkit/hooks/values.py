@@ -23,11 +23,6 @@ if TYPE_CHECKING:
 # Private: `torch._lazy_clone` copies a tensor on its first write (copy-on-write, CPU, since 2.2).
 # Without it each snapshot is a full copy.
 lazy_clone: Callable[[Tensor], Tensor] = getattr(torch, "_lazy_clone", Tensor.clone)
-# Private: `torch._C._set_grad_enabled`, which torch.set_grad_enabled calls (since 1.0). The public
-# context managers cost ten times as much, at each captured layer; they are the fallback.
-set_grad_enabled: Callable[[bool], Any] = getattr(
-    torch._C, "_set_grad_enabled", torch.set_grad_enabled
-)
 # Private: whether a transform of torch.func (vmap, grad) is active (since 2.0). Without it
 # recorders treat its tensors as plain ones.
 is_transforming: Callable[[], bool] = getattr(
@@ -86,13 +81,7 @@ def snapshot(t: Tensor) -> Tensor:
             lazy = t.is_cpu and memory.resizable() and memory.nbytes() <= t.nbytes
             # torch 2.13 crashes on reading a lazy clone of a quantized tensor
             if lazy and not t.is_quantized:
-                if not is_grad_enabled():
-                    return lazy_clone(t)
-                try:
-                    set_grad_enabled(False)  # half the cost of t.detach(), and one tensor less
-                    return lazy_clone(t)
-                finally:
-                    set_grad_enabled(True)
+                return lazy_clone(t.detach() if t.requires_grad and is_grad_enabled() else t)
         except (RuntimeError, NotImplementedError):  # sparse, torch.func, shared with processes
             pass
     return t.detach().clone()
