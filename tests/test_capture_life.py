@@ -37,7 +37,7 @@ def x() -> Tensor:
 
 
 def state(model: nn.Module) -> list[Any]:
-    """Everything that a guest could leave on a module, but PyTorch's mark of full backward hooks."""
+    """Everything that a guest could leave on a module, without PyTorch's own backward mark."""
     found = []
     for name, m in model.named_modules():
         hooks = [(key, list(held)) for key, held in vars(m).items() if "_hooks" in key and held]
