@@ -295,7 +295,8 @@ class ActivationStats(LayerStats):
             its distribution function is within 0.021 of the true one (95 %).
         modules: which, as for `select`; None takes every module without children that has
             parameters.
-        every: records every n-th optimizer step, beginning with the first of each fit.
+        every: records every n-th optimizer step, beginning with the first of each fit; None is 1.
+            `"auto"` records as often as takes at most 5 % of the time, for small nets.
         remove_end: takes the hooks off at the end of the fit.
         is_forward, detach, cpu: fastai's. Values are always detached, and on the CPU when they are
             read; gradients are recorded by `GradientStats`.
@@ -397,7 +398,8 @@ class GradientStats(LayerStats):
         with_hist: whether to keep a histogram of each row too, from 4096 or more of its values.
         modules: which, as for `select`; None takes every module without children that has
             parameters.
-        every: records every n-th optimizer step, beginning with the first of each fit.
+        every: records every n-th optimizer step, beginning with the first of each fit; None is 1.
+            `"auto"` records as often as takes at most 5 % of the time, for small nets.
         remove_end: takes the hooks off at the end of the fit.
         include_paramless: with `modules=None`, takes modules without parameters too.
         of: `"outputs"` or `"params"`; parameters are rows called by their own names.

@@ -169,23 +169,23 @@ class SmallArrays:
     def __init__(self, eps: float, bins: Any = None) -> None:
         self._eps, self._bins = eps, bins
         self._values: Any = np.empty(_ROOM, np.float32)
-        self._n = 0
-        self._starts: list[int] = []
+        self._starts, self._sizes = list[int](), list[int]()
+        self._n = 0  # values
         self._rows: list[Any] | None = None  # as soon as one was read
         self._counts: Any = None
 
     def add(self, x: Any) -> int | None:
         """Copies an array of any shape; returns its number, or None if there is no room for it."""
-        start = self._n
-        end = start + x.size
-        if end > _ROOM or self._rows is not None:
+        start, size = self._n, x.size
+        if start + size > _ROOM or self._rows is not None:
             return None
-        self._values[start:end] = x.reshape(-1)
+        self._n += size
+        self._values[start : self._n] = x.reshape(-1)
         self._starts.append(start)
-        self._n = end
-        return len(self._starts) - 1
+        self._sizes.append(size)
+        return len(self._sizes) - 1
 
-    def read(self, number: int) -> tuple[tuple[float, ...], Any]:
+    def read(self, number: int) -> tuple[Any, Any]:
         """Return the row of an array, and its counts in the bins."""
         if self._rows is None:
             with np.errstate(all="ignore"):
@@ -194,26 +194,29 @@ class SmallArrays:
         return self._rows[number], None if self._bins is None else self._counts[number]
 
     def _compute(self) -> None:
-        x, starts, n = self._values[: self._n], np.array(self._starts), len(self._starts)
-        sizes = np.diff(starts, append=self._n)
-        of = np.repeat(np.arange(n), sizes)  # by value the array that it is of
-        low, high = np.minimum.reduceat(x, starts), np.maximum.reduceat(x, starts)
+        x, n = self._values[: self._n], len(self._starts)
+        starts, sizes = np.array(self._starts), np.array(self._sizes)
+        of = np.arange(n).repeat(sizes)  # by value the array that it is of
+        table = np.zeros((9, n))
+        _, _, mean, m2, low, high, near, zero, _ = table
+        table[0], table[1] = 1, sizes
+        np.minimum.reduceat(x, starts, out=low)
+        np.maximum.reduceat(x, starts, out=high)
         wide = x.astype(np.float64)
-        mean = np.add.reduceat(wide, starts) / sizes
+        np.divide(np.add.reduceat(wide, starts), sizes, out=mean)
         wide -= mean[of]
-        m2 = np.add.reduceat(np.square(wide, out=wide), starts)
-        near = np.bincount(of[np.abs(x) <= x.dtype.type(self._eps)], minlength=n)
-        zero = np.bincount(of[x == 0], minlength=n)
-        ones, none = np.ones(n), np.zeros(n)
-        rows = np.stack([ones, sizes, mean, m2, low, high, near, zero, none], 1).tolist()
-        for i in np.flatnonzero(~(np.isfinite(low) & np.isfinite(high))):
-            part = torch.from_numpy(x[starts[i] : starts[i] + sizes[i]])
-            rows[i] = moments(part, self._eps).tolist()
+        np.add.reduceat(wide * wide, starts, out=m2)
+        near[:] = np.bincount(of[np.abs(x) <= x.dtype.type(self._eps)], minlength=n)
+        zero[:] = np.bincount(of[x == 0], minlength=n)
+        finite, rows = np.isfinite(mean), table.T.tolist()
+        for i in () if finite.all() else np.flatnonzero(~finite):
+            part = x[starts[i] : starts[i] + sizes[i]]
+            rows[i] = moments(torch.from_numpy(part), self._eps).tolist()
         if self._bins is not None:
             width = self._bins.n + 1  # one more for NaN and Inf
             counts = np.bincount(self._bins.places(x) + of * width, minlength=n * width)
             self._counts = counts.reshape(n, width)[:, :-1]
-        self._rows, self._values = [tuple(row) for row in rows], None
+        self._rows, self._values = rows, None
 
 
 def merge(a: Any, b: Any) -> Any:

@@ -48,7 +48,7 @@ class StepRecorder(Reportable, Callback):
 
     def __init__(self, every: int | str | None) -> None:
         if every is not None and every != "auto":
-            what = "how many optimizer steps there are for each that is recorded"
+            what = 'how many optimizer steps there are for each that is recorded, or "auto"'
             who = type(self).__name__
             every = check_number(who, "every", every, 1, whole=True, what=what)
         self.every: Any = every
@@ -62,7 +62,8 @@ class StepRecorder(Reportable, Callback):
     def _count_from(self, first: int) -> None:
         self._first = first  # the number of the fit's first step
         self._asked, self._due = -1, False  # the last step asked about, and the answer
-        self._spent, self._wait_until = 0.0, -math.inf  # of "auto": seconds, and a time
+        # of "auto", by the clock: what a record took, when its step began, when the next may begin
+        self._spent, self._began, self._wait_until = 0.0, 0.0, -math.inf
         # records, the ids of the optimizers that made them, and the classes of those of other steps
         self._n, self._met, self._missed = 0, set[int](), dict[int, str]()
 
@@ -80,7 +81,8 @@ class StepRecorder(Reportable, Callback):
         if self._asked != n_steps:
             self._asked = n_steps
             if self.every == "auto":
-                self._due = clock() >= self._wait_until
+                self._began = clock()
+                self._due = self._began >= self._wait_until
             else:
                 self._due = (n_steps - self._first) % (self.every or 1) == 0
         return self._due
@@ -91,10 +93,8 @@ class StepRecorder(Reportable, Callback):
         Warns once, after 8 records, of an optimizer that made none of their steps.
         """
         every = self.every
-        if recorded and every == "auto":
-            self._wait_until = clock() + self._spent * (1 / _MOST_COST - 1)
         if recorded:
-            self._spent = 0.0
+            self._wait_until, self._spent = self._began + self._spent / _MOST_COST, 0.0
         if every == 1 or len(learn.opts) < 2 or self._n > 8:
             return
         steps = {id(opt): type(opt).__name__ for opt in learn.stepped_opts}
