@@ -1,6 +1,8 @@
 """Statistics of odd layers and odd trainings: what plain arithmetic says, or nothing."""
 
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
+import hookkit
 from hookkit.errors import HookError
 from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.recorders.parameters import norms_of
@@ -170,11 +173,28 @@ def test_a_path_that_is_not_there_raises(make):
 # --- numbers at the ends of their types
 
 
-def test_norms_whose_squares_leave_float32():
-    values = [1e-24, 0.0, 1.0, 1e25, float("inf"), float("nan")]
-    norms = [float(n) for n in norms_of([torch.full((4,), value) for value in values])]
-    assert norms == pytest.approx([2 * value for value in values], rel=1e-6, nan_ok=True)
-    assert norms[0] > 0
+@pytest.mark.parametrize("n", [4, 100_000])
+def test_norms_are_right_where_squares_leave_their_dtype(n):
+    values = [1e-42, 1e-24, 0.0, 1.0, 1e25, float("inf"), float("nan")]
+    tensors = [torch.full((n,), value) for value in values]
+    tensors += [torch.full((n,), value, dtype=torch.float16) for value in (1e-4, 60_000.0)]
+    tensors += [torch.full((n,), 1e200, dtype=torch.float64), torch.full((n,), 3e38).bfloat16()]
+
+    norms = norms_of(tensors).tolist()
+
+    truth = [math.sqrt(n) * t[0].double().item() for t in tensors]
+    assert norms == pytest.approx(truth, rel=2e-6, nan_ok=True)
+    assert math.copysign(1, norms[2]) == 1
+
+
+def test_norms_of_large_tensors_lose_no_digits():
+    n = 1 << 22
+    equal, wide = torch.full((n,), 0.1), torch.randn(n // 4, 4, generator=torch.Generator())
+
+    norms = norms_of([equal, wide.t()])
+
+    torch.testing.assert_close(norms[0].item(), math.sqrt(n) * equal[0].item(), rtol=2e-6, atol=0)
+    torch.testing.assert_close(norms[1], wide.double().norm(), rtol=2e-6, atol=0)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -216,6 +236,57 @@ def test_the_update_ratio_of_a_nan_is_nan_and_of_a_zero_that_moves_infinite(n):
     nn.init.zeros_(zero.weight)
     nn.init.zeros_(zero.bias).requires_grad_(False)
     assert ratios(zero) == [math.inf, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_norms_of_parameters_small_and_large_equal_float64_truth(dtype):
+    """A small one, an empty one, one that is not contiguous, one of its own beside the others."""
+    torch.manual_seed(0)
+    sizes = {"small": (3, 5), "empty": (0, 2), "large": (300, 200), "none": (4,)}
+    model = nn.ParameterDict({name: torch.randn(size).to(dtype) for name, size in sizes.items()})
+    model["turned"] = nn.Parameter(torch.randn(7, 9).to(dtype).t())
+    opt, stats, want = torch.optim.SGD(model.parameters(), 0.5), ParamStats(), {}
+
+    with watch(model, opt, stats) as w:
+        w.batch()
+        for name, p in model.items():
+            p.grad = None if name == "none" else torch.randn(p.shape).to(dtype)
+        before = {name: p.detach().double() for name, p in model.items()}
+        grads = {name: p.grad.double() for name, p in model.items() if name != "none"}
+        opt.step()
+        for name, p in model.items():
+            moved = (p.detach().double() - before[name]).norm().item()
+            grad = grads[name].norm().item() if name in grads else math.nan
+            want[name] = [before[name].norm().item(), grad, moved]
+
+    record = stats.record()
+    for name, norms in want.items():
+        got = [record.value(f"{what}_norm", name)[0] for what in ("weight", "grad", "update")]
+        np.testing.assert_allclose(got, norms, rtol=2e-6 if dtype.itemsize > 2 else 1e-5)
+
+
+def test_a_step_of_a_small_model_takes_few_calls():
+    """Of functions of hookkit's, beside those of `watch`: a count, on every machine the same."""
+    folder, counts = str(Path(hookkit.__file__).parent), []
+
+    def trace(frame, event, arg):
+        counts[-1] += event == "call" and frame.f_code.co_filename.startswith(folder)
+
+    for cbs in [], [ParamStats()]:
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        opt = torch.optim.SGD(model.parameters(), 0.1)
+        with watch(model, opt, *cbs):
+            for step in range(116):
+                if step == 100:
+                    counts.append(0)
+                    sys.setprofile(trace)
+                model(torch.ones(3, 4)).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+            sys.setprofile(None)
+
+    bare, recorded = (count / 16 for count in counts)
+    assert recorded - bare <= 25
 
 
 class Growing(torch.optim.SGD):

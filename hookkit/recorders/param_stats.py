@@ -39,7 +39,7 @@ _FACTS = (*_OF_TENSOR, "in_optimizer", "optimizer", "group", "weight_decay")
 _COUNTS = (_N, _N_GRAD, _N_LR)
 _KIND = attrgetter("shape", "device", "dtype")
 
-_SMALL = 4096  # values: float64 copies of so few cost less than calls for one more parameter
+_SMALL = 20_000  # values: float64 copies of so few cost less than calls for one more parameter
 
 Coming = tuple[Any, slice, Callable[[], Tensor]]
 """Rows of a table, a part of its fields, and what waits for their (fields, rows) numbers."""
@@ -166,7 +166,8 @@ class ParamStats(StepRecorder):
             return
         began = clock()
         used = used_parameters(learn, followed.ids)
-        idle = {name for name, p in followed.named if id(p) not in used}
+        rest = followed.ids - used
+        idle = {name for name, p in followed.named if id(p) in rest} if rest else set[str]()
         self._never = idle if self._never is None else self._never & idle
         followed.read_gradients(used)
         table, coming = followed.measure()
@@ -339,7 +340,7 @@ class _Followed:
                 others.append(i)
         if small:
             torch._foreach_copy_(copies, small)
-        for at, norms in grad_norms([self._params[i] for i in others]):
+        for at, norms in grad_norms([self._params[i] for i in others]) if others else ():
             rows = self._rows[[others[i] for i in at]]
             self._coming.append((rows, slice(_GRAD, _GRAD + 1), to_host_async(norms[None])))
 
@@ -391,9 +392,8 @@ def _numbers(table: Any, coming: list[Coming], groups: Any, rates: Any, finds: b
     for rows, fields, norms in coming:
         table[rows, fields] = norms().double().numpy().T
     # sync: rates that are tensors, up to 8 steps later. The last one is that of no group
-    by_group = np.array([*(math.nan if r is None else float(r) for r in rates), math.nan])
-    lr = by_group[groups]
-    weight, update, grad = (table[:, field] for field in (_WEIGHT, _UPDATE, _GRAD))
+    lr = np.array([math.nan if rate is None else float(rate) for rate in (*rates, None)])[groups]
+    weight, update, grad = table[:, : _GRAD + 1].T
     has_rate = ~np.isnan(lr)
     known = table[:, _N] > 0
     if finds:

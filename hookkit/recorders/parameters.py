@@ -50,8 +50,8 @@ def used_parameters(learn: Any, ids: set[int]) -> set[int]:
 
 def is_plain(t: Tensor) -> bool:
     """Tell whether `t` is an ordinary dense tensor of floats, which can be read as it is."""
-    kind = type(t) is Tensor or type(t) is nn.Parameter
-    return kind and t.dtype in _FLOATS and t.layout is torch.strided and not t.is_nested
+    dense = type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
+    return dense and t.dtype in _FLOATS and not (t.is_nested or t.is_neg())
 
 
 def local_values(t: Tensor) -> Tensor:
@@ -88,7 +88,6 @@ def grad_norms(parameters: Sequence[nn.Parameter]) -> list[tuple[list[int], Tens
     return [(places, norms_of(grads)) for places, grads in by_device.values()]
 
 
-@torch.no_grad()
 def norms_of(tensors: list[Tensor]) -> Tensor:
     """Return the (n,) 2-norms of tensors on one device, there and in its widest float.
 
@@ -98,18 +97,21 @@ def norms_of(tensors: list[Tensor]) -> Tensor:
     Args:
         tensors: plain ones (see `is_plain`), or what `local_values` made of others.
     """
-    wide = [t.float() if t.dtype.itemsize < 4 else t for t in tensors]
-    if not wide[0].is_cpu:
+    if not tensors[0].is_cpu:
+        wide = [t.float() if t.dtype.itemsize < 4 else t.detach() for t in tensors]
         wide = [t if t.numel() else t.new_zeros(1) for t in wide]
         # Private: `torch._foreach_norm` (since 2.0; torch's optimizers are made of such operations)
         # takes the norms of a list of tensors in few kernels. Without it each needs its own launch.
         kind = widest_float(wide[0].device)
         return torch.stack(torch._foreach_norm(wide, 2, kind)).to(kind)
-    norms = np.empty(len(wide))
+    norms = np.empty(len(tensors))
     with np.errstate(all="ignore"):
-        for i, t in enumerate(wide):
-            values = t.detach().resolve_neg().reshape(-1).numpy()
-            norms[i] = math.sqrt(dot(values, values))
-            if not _TINY < norms[i] < math.inf:
-                norms[i] = np.linalg.norm(values.astype(np.float64))
+        for i, t in enumerate(tensors):
+            values = (t.float() if t.dtype.itemsize < 4 else t).detach().numpy().reshape(-1)
+            norms[i] = norm = math.sqrt(dot(values, values))
+            if values.size and not _TINY < norm < math.inf:  # squares left the dtype
+                norms[i] = largest = max(abs(float(values.min())), abs(float(values.max())))
+                if 0 < largest < math.inf:
+                    values = values / largest
+                    norms[i] *= math.sqrt(dot(values, values))
     return torch.from_numpy(norms)
