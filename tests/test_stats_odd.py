@@ -251,8 +251,8 @@ def test_norms_of_parameters_small_and_large_equal_float64_truth(dtype):
         w.batch()
         for name, p in model.items():
             p.grad = None if name == "none" else torch.randn(p.shape).to(dtype)
-        before = {name: p.detach().double() for name, p in model.items()}
-        grads = {name: p.grad.double() for name, p in model.items() if name != "none"}
+        before = {name: p.detach().double().clone() for name, p in model.items()}
+        grads = {name: p.grad.double().clone() for name, p in model.items() if name != "none"}
         opt.step()
         for name, p in model.items():
             moved = (p.detach().double() - before[name]).norm().item()
