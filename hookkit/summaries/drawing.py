@@ -187,11 +187,6 @@ def _notes(line: Line, s: Summary) -> list[str]:
     return [harmless(note) for note in notes]
 
 
-def _shows_itself(s: Summary) -> bool:
-    """True if the model itself has something to show: a share of its own, or a failure."""
-    return any(s.rows[0].own) or s.failed[-1:] == ("",)
-
-
 # --- text
 
 
@@ -201,7 +196,9 @@ def as_text(
     """The summary in `width` columns: outputs, types and names are cut if they do not fit."""
     n = width or shutil.get_terminal_size((_WIDE, 24)).columns
     names, root = checked_columns(columns, s.run != "none"), tree(s.rows, fold, depth)
-    lines = [*walk(root)][0 if not root.inside or _shows_itself(s) else 1 :]
+    # the model itself is a line if it has something to show: a share of its own, or a failure
+    own = not root.inside or any(s.rows[0].own) or s.failed[-1:] == ("",)
+    lines = [*walk(root)][0 if own else 1 :]
     table = [["Layer", *(COLUMNS[c][0] for c in names)]]
     table += [[_label(line, s), *(_cell(c, line) for c in names)] for line in lines]
     notes = ["", *(" · ".join(_notes(line, s)) for line in lines)]
