@@ -1,16 +1,16 @@
 """`FlightRecorder`: which module made the first NaN or Inf, when, and what came before.
 
-Of each batch it keeps one number per layer, the norm of its output, which is not finite if any
-value is not, and one per parameter, the norm of its gradient. On a CPU, and with `"skip"`, they are
-looked at before the optimizer's step, so that bad gradients never reach the weights. On a GPU that
-would wait, so the batch before is looked at: its answer has arrived by then.
+For each batch it keeps the norm of each layer's output, which is not finite if any value is not,
+and the norm of each parameter's gradient. On a CPU, and with `"skip"`, it looks at them before the
+optimizer's step, so that bad gradients never reach the weights. On a GPU that would wait, so it
+looks at the batch before, whose answer has arrived by then.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from threading import get_ident
 from typing import Any
 
@@ -22,7 +22,7 @@ from hookkit import ranks
 from hookkit.callbacks.events import CancelStepException
 from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.checks import check_choice, check_number, shown
-from hookkit.devices import sent
+from hookkit.devices import to_host_async, widest_float
 from hookkit.errors import NonFiniteError, OptionError
 from hookkit.hooks.calls import graph_task
 from hookkit.modules import class_name, unwrap
@@ -34,7 +34,7 @@ from hookkit.records import Incident
 
 _MOST = 16  # incidents kept: later ones of a run that fails again and again add nothing
 
-_LOSS, _INPUT = "(loss)", "(input)"
+_LOSS, _INPUT = "(loss)", "(input)"  # the first two rows; those of layers follow
 _SPOILED = "Its own weights are not finite: this step or the one before spoiled them."
 _CURE = 'Look there first; FlightRecorder("skip") skips such steps, "report" only reports them.'
 
@@ -86,13 +86,8 @@ class FlightRecorder(HookCallback):
         self.on_nonfinite, self.n_batches = on_nonfinite, n_batches
         self.incidents: tuple[Incident, ...] = ()
         self.hooks = self._switch = LayerHooks(who)
-        self._clear()
-
-    def _clear(self) -> None:
         self._memory: Any = None  # during a fit
-        self._unread: list[Batch] = []  # whose answer has not been read
         self._on_cpu = True
-        self._noted = self._bad_before = False
 
     # --- hooks
 
@@ -110,36 +105,36 @@ class FlightRecorder(HookCallback):
         hooks.thread, hooks.target = get_ident(), memory
         for name, module, path in named:
             memory.types[str(name)] = class_name(module)
-            hooks.attach_output_stats(module, memory.row(str(name)), path, self._function)
+            memory.names.append(str(name))
+            row = len(memory.names) - 1
+            hooks.attach_output_stats(module, row, path, self._function)
         if not isinstance(root := unwrap(self.learn.model), torch.jit.ScriptModule):
-            hooks.attach_input_stats(root, memory.row(_INPUT))
+            hooks.attach_input_stats(root, memory.names.index(_INPUT))
 
     # --- events
 
     def before_fit(self) -> None:
-        """Hooks the modules; of an earlier fit only the incidents are kept."""
+        """Hooks the modules. Of an earlier fit only the incidents are kept."""
         if self.learn.fitting:
             if self.on_nonfinite == "skip" and ranks.is_distributed():
                 raise OptionError(
                     'FlightRecorder("skip"): one process alone would skip a step that the others '
                     'make. Use "raise" or "report".'
                 )
-            self._clear()
             self._on_cpu = all(p.is_cpu for p in self.learn.model.parameters())
             self._memory = Memory(self.n_batches)
         super().before_fit()
 
     def before_batch(self) -> None:
         """Begins the next batch in memory."""
-        self._switch.late = self._noted = False
+        self._switch.late = False
         super().before_batch()
         if self.recording:
             place = self.learn.n_steps, self.learn.epoch, self.learn.train_iter
-            self._memory.batches.append(batch := Batch(*place))
-            self._unread.append(batch)
+            self._memory.batches.append(Batch(*place))
 
     def after_pred(self) -> None:
-        """The model has returned: a layer called on its own now counts if it makes the loss."""
+        """Notes that the model has returned: a layer called now counts if it makes the loss."""
         self._switch.late = True
 
     def before_step(self) -> None:
@@ -149,7 +144,7 @@ class FlightRecorder(HookCallback):
         if graph_task() != -1:
             self._refuse_to_skip("is made within the backward, before its gradients are there")
             return
-        self._note()
+        self._ask()
         skips = self.on_nonfinite == "skip"
         if self._look(wait=skips or self._on_cpu) and skips:
             raise CancelStepException
@@ -162,19 +157,19 @@ class FlightRecorder(HookCallback):
             )
 
     def after_step(self) -> None:
-        """Takes the norms of the gradients that the step used (a closure computes them in it)."""
-        if self.recording and self.learn.stepped and not self._noted:
-            self._note()
+        """Takes the norms of the gradients that the step used; a closure computes them within."""
+        if self.recording and self.learn.stepped and self._memory.batches[-1].is_finite is None:
+            self._ask()
 
     def after_batch(self) -> None:
-        """Looks at what had no step before it."""
+        """Looks at a batch that no step followed."""
         if not self.recording:
             return
         self._record(False)
         if self.learn.in_closure:
             self._refuse_to_skip("evaluates its batch more than once in its closure")
-        if not self._noted:
-            self._note(grads=False)
+        if self._memory.batches[-1].is_finite is None:
+            self._ask(grads=False)
         self._look(wait=self._on_cpu)
 
     def after_fit(self) -> None:
@@ -187,41 +182,45 @@ class FlightRecorder(HookCallback):
         super().cleanup_fit()
         self._record(False)
         self._memory = self.hooks.target = None
-        self._unread = []
 
     # --- looking
 
-    def _note(self, grads: bool = True) -> None:
-        """Takes the norms of the loss and the gradients, and asks whether all are finite."""
-        batch, self._noted = self._memory.batches[-1], True
-        if isinstance(self.learn.loss, Tensor):
-            self._memory.update(self._memory.row(_LOSS), 0, "", self.learn.loss)
+    def _ask(self, grads: bool = True) -> None:
+        """Takes the norms of the loss and the gradients, and asks whether all norms are finite."""
+        memory, loss = self._memory, self.learn.loss
+        if isinstance(loss, Tensor):
+            memory.update(memory.names.index(_LOSS), 0, "", loss)
         if grads and self.learn.step_scaler is None:  # a GradScaler skips steps that overflow
-            self._read_gradients(p for p in self.learn.model.parameters())
-        batch.ask()
+            self._read_gradients(self.learn.model.parameters())
+        memory.batches[-1].ask()
 
-    def _read_gradients(self, owned: Iterable[nn.Parameter]) -> None:
-        """Takes the norms of gradients that an optimizer has used, before they are reset."""
+    def _read_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Takes the norms of gradients that an optimizer has used, each once in a batch.
+
+        Loops call it after each optimizer of several: the gradients may be reset before the end.
+        """
         if self.recording:
-            ids, grads = {id(p) for p in owned}, self._memory.batches[-1].grads
-            named = [(n, p) for n, _, p in named_parameters(self.learn.model) if id(p) in ids]
-            for places, norms in grad_norms([p for _, p in named]):
-                for i, norm in zip(places, norms.unbind(), strict=True):
-                    grads.setdefault(named[i][0], norm)
+            batch = self._memory.batches[-1]
+            known = {i for ids, _ in batch.grads for i in ids}
+            new = [p for p in parameters if id(p) not in known]
+            batch.grads += [([id(new[i]) for i in at], norms) for at, norms in grad_norms(new)]
 
     def _look(self, wait: bool) -> bool:
-        """Whether something is not finite: of this batch with `wait`, else of those before."""
-        ready = self._unread if wait else self._unread[:-1]
-        self._unread = self._unread[len(ready) :]
-        bad = False
-        for batch in ready:
-            bad = not batch.finite
-            first, self._bad_before = bad and not self._bad_before, bad
-            if first and len(self.incidents) < _MOST:
-                incident = self._memory.incident(batch, self.learn.model)
-                self.incidents = (*self.incidents, incident)
-                if self.on_nonfinite == "raise":
-                    raise NonFiniteError(f"{incident}\n  {_CURE}")
+        """Returns whether this batch, if `wait`, or the one before has a value that is not finite.
+
+        Keeps what was not finite as an incident, of several bad batches in a row the first.
+        """
+        batches, bad = self._memory.batches, False
+        for i in range(max(len(batches) - 2, 0), len(batches) if wait else len(batches) - 1):
+            batch = batches[i]
+            if batch.bad is None and batch.is_finite is not None:
+                bad = batch.bad = not batch.is_finite()
+                first = bad and not (i and batches[i - 1].bad)
+                if first and len(self.incidents) < _MOST:
+                    incident = self._memory.incident(batch, self.learn.model)
+                    self.incidents = (*self.incidents, incident)
+                    if self.on_nonfinite == "raise":
+                        raise NonFiniteError(f"{incident}\n  {_CURE}")
         return bad
 
     def _gather(self) -> None:
@@ -233,8 +232,7 @@ class FlightRecorder(HookCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         hooks = LayerHooks(type(self).__name__)
-        gone: dict[str, Any] = {"_memory": None, "_unread": [], "hooks": hooks, "_switch": hooks}
-        return {**super().__getstate__(), **gone}
+        return {**super().__getstate__(), "_memory": None, "hooks": hooks, "_switch": hooks}
 
     def __repr__(self) -> str:
         return f"FlightRecorder({self.on_nonfinite!r}, {len(self.incidents)} incidents)"
@@ -246,56 +244,50 @@ class Batch:
     Attributes:
         place: step, epoch and iteration.
         outputs: name of each layer → its norm and number of values, in execution order.
-        grads: name of each parameter → the norm of its gradient.
+        grads: ids of parameters, and the (n,) norms of their gradients.
+        is_finite: waits for the answer whether all norms are finite; None before it was asked for.
+        bad: that answer, once it was read.
     """
 
     def __init__(self, *place: int) -> None:
         self.place: Any = place
         self.outputs: dict[str, tuple[Tensor, int]] = {}
-        self.grads: dict[str, Tensor] = {}
-        self._answer: tuple[Tensor, torch.Event | None] | None = None
+        self.grads: list[tuple[list[int], Tensor]] = []
+        self.is_finite: Callable[[], Any] | None = None
+        self.bad: bool | None = None
 
+    @torch.no_grad()
     def ask(self) -> None:
-        """Has the device answer whether all norms are finite, and send it."""
-        norms = [norm for norm, _ in self.outputs.values()] + [*self.grads.values()]
+        """Has the device answer whether all norms are finite, and send the answer."""
+        norms = [norm for norm, _ in self.outputs.values()] + [norms for _, norms in self.grads]
         if norms:
-            together = torch.stack([x.to(norms[0].device, torch.float32) for x in norms])
-            self._answer = sent(together.isfinite().all())
-
-    @property
-    def finite(self) -> bool:
-        """The answer."""
-        if self._answer is None:
-            return True
-        answer, arrived = self._answer
-        if arrived is not None:
-            arrived.synchronize()  # sync: with "skip", or for the batch before this one
-        return bool(answer)
+            device = norms[0].device
+            flat = [x.reshape(-1).to(device, widest_float(device)) for x in norms]
+            self.is_finite = to_host_async(torch.cat(flat).isfinite().all())
 
     def rms(self, name: str) -> float:
-        """Of the outputs of a layer; NaN if it did not run."""
+        """Return the root mean square of a layer's output; NaN if it did not run."""
         norm, n = self.outputs.get(name, (math.nan, 1))
         return float(norm) / math.sqrt(n)  # sync: after an incident
 
-    def grad_norm(self, module: str) -> float:
-        """The norm of the gradients of a module's parameters together."""
-        return math.hypot(*(float(g) for name, g in self.grads.items() if _owner(name) == module))
+    def grad_norms(self, owners: dict[int, str]) -> dict[str, float]:
+        """Return the joint norm of the gradients of each module, by the id of its parameters."""
+        found: dict[str, float] = {}
+        for ids, norms in self.grads:
+            for i, norm in zip(ids, norms.tolist(), strict=True):  # sync: after an incident
+                name = owners.get(i, "")
+                found[name] = math.hypot(found.get(name, 0.0), norm)
+        return found
 
 
 class Memory:
-    """The last batches, and the `see` that hooks and compiled graphs call."""
+    """The last batches, and `update`, which hooks and compiled graphs call."""
 
     def __init__(self, n_batches: int) -> None:
         self.batches: deque[Batch] = deque(maxlen=n_batches)
-        self.names: list[str] = []  # by row, which is what a compiled graph can hold
+        self.names = [_LOSS, _INPUT]  # by row, which is what a compiled graph can hold
         self.types: dict[str, str] = {}  # of the layers
         self.thread, self.id, self.token = get_ident(), enlist(self), new_token()
-
-    def row(self, name: str) -> int:
-        """The row of a layer, of the loss or of the input."""
-        if name not in self.names:
-            self.names.append(name)
-        return self.names.index(name)
 
     def update(self, row: int, leaf: int, path: str, t: Tensor) -> None:
         """Adds a tensor to the norm of a layer, which may run several times in a batch."""
@@ -312,38 +304,43 @@ class Memory:
             outputs[name] = norm, n + t.numel()
 
     def incident(self, batch: Batch, model: nn.Module) -> Incident:
-        """Return what was not finite in `batch`."""
+        """Return what was not finite in `batch`, and the norms of the batches before it."""
         past = [b for b in self.batches if b.place[2] < batch.place[2]]
         bad = [name for name in batch.outputs if not math.isfinite(batch.rms(name))]
         names, history = [name for name in bad if name in self.types], dict[str, Any]()
+        named = [(name.rpartition(".")[0], kind, p) for name, kind, p in named_parameters(model)]
         if names:
-            kind, note = "activation", self._why(batch, names[0], _INPUT in bad, model)
+            kind = "activation"
+            own = [p for owner, _, p in named if owner == names[0]]
+            note = self._cause(batch, names[0], _INPUT in bad, own)
             history = {name: np.array([b.rms(name) for b in past]) for name in self.types}
         elif _LOSS in bad:
             kind, note = "loss", "The layers' outputs are finite."
         else:
             kind, note = "gradient", "The history is of gradient norms."
-            names = self._owners(batch)
-            history = {name: np.array([b.grad_norm(name) for b in past]) for name in names}
+            owners = {id(p): owner for owner, _, p in named}
+            norms = batch.grad_norms(owners)
+            # the backward begins at the end: the last layer to run comes first
+            order = {name: -i for i, name in enumerate(batch.outputs)}
+            names = [name for name, norm in norms.items() if not math.isfinite(norm)]
+            names.sort(key=lambda name: (order.get(name, 1), name))
+            before = [b.grad_norms(owners) for b in past]
+            history = {name: np.array([b.get(name, 0.0) for b in before]) for name in names}
         name, *others = names or [""]
-        types = {_owner(key): type_ for key, type_, _ in named_parameters(model)}
-        types |= self.types
+        types = {owner: kind for owner, kind, _ in named} | self.types
         steps = np.array([b.place[0] for b in past], np.int64)
         at = dict(zip(("step", "epoch", "iter"), batch.place, strict=True))
         past_of: Any = {"others": tuple(others), "steps": steps, "history": history}
         return Incident(kind, name, types.get(name, ""), **at, **past_of, note=note)
 
-    def _owners(self, batch: Batch) -> list[str]:
-        """Modules with a bad gradient. The backward begins at the end: the last to run is first."""
-        ran = {name: i for i, name in enumerate(batch.outputs)}
-        owners = {_owner(n) for n, norm in batch.grads.items() if not math.isfinite(float(norm))}
-        return sorted(owners, key=lambda name: (-ran.get(name, -1), name))
+    def _cause(self, batch: Batch, name: str, bad_input: bool, own: list[nn.Parameter]) -> str:
+        """Return in a sentence what may have made a layer's output not finite.
 
-    def _why(self, batch: Batch, name: str, bad_input: bool, model: nn.Module) -> str:
-        """What may have made the output of a layer not finite, in a sentence."""
+        Args:
+            own: the parameters of the layer.
+        """
         if bad_input:
             return "The model's input was not finite: look at the data."
-        own = [p for n, _, p in named_parameters(model) if _owner(n) == name]
         if not all(bool(p.isfinite().all()) for p in own):  # sync: after an incident
             return _SPOILED
         order = [layer for layer in batch.outputs if layer in self.types]
@@ -351,7 +348,3 @@ class Memory:
             return ""
         head = "Its weights are finite: if" if own else "If"
         return f"{head} its input was not, look at what runs between {order[at - 1]} and it."
-
-
-def _owner(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
