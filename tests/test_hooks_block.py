@@ -189,6 +189,32 @@ def test_calls_of_an_edit_are_numbered_from_the_entering_of_its_block(x: Tensor)
     assert second.sum() == 6
 
 
+def test_an_edit_is_on_inside_its_with_alone_and_says_so(x: Tensor) -> None:
+    edit, seen = edit_output(m := nn.Identity(), zero()), list[float]()
+
+    seen.append(m(x).sum().item())
+    with pytest.raises(HookError, match=r"inside their `with` only\. Write `with h:`"):
+        edit.register()
+    with edit:
+        seen.append(m(x).sum().item())
+        edit.remove()
+        seen.append(m(x).sum().item())
+        edit.register()
+        seen.append(m(x).sum().item())
+    seen.append(m(x).sum().item())
+
+    assert seen == [6, 0, 6, 0, 6]
+    assert edit.removed
+
+
+def test_an_edit_that_was_never_entered_warns_when_it_is_gone(x: Tensor) -> None:
+    edit = edit_output(m := nn.Identity(), zero())
+    m(x)
+
+    with pytest.warns(NeverFiredWarning, match="edit_output: it was never entered, so it did"):
+        del edit
+
+
 def test_a_gradient_of_an_earlier_block_does_not_displace_one_of_this(x: Tensor) -> None:
     m = nn.Linear(3, 3)
     with hook_output(m, grad=True, keep="all") as g, hook_output(m, grad=True) as last:

@@ -260,7 +260,7 @@ class Hook:
         if options.detach and not options.edit:
             seen = tuple([tmap(Tensor.detach, x) for x in seen])
         new = self._call(module, *seen)
-        if call != "recomputed":
+        if call in ("first", "compiled"):
             self._store(new)
         if not options.edit or new is None:
             return None
@@ -350,6 +350,8 @@ class Hook:
     def _count_for_grads(self, tensors: list[Tensor]) -> bool:
         """Count a call that gave (or took) `tensors`; return True if one will get a gradient."""
         options, call = self.options, call_kind()
+        if call == "exported":
+            return False
         if call != "compiled" and is_tracing():
             self.why = self.why or "torch.jit.trace ran it, where no gradient is hooked"
             return False
