@@ -67,7 +67,7 @@ def test_a_call_in_another_thread_than_the_one_asked_for_is_told() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:While compiling")
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_export_has_the_edits_of_hooks_and_nothing_of_captures(strict: bool) -> None:
     layer = nn.Linear(3, 3)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hookkit.errors import ArgumentError, HookError
 from hookkit.hooks import Hook, Hooks, recomputing
-from hookkit.hooks.attach import brief
+from hookkit.hooks.attach import short_repr
 from hookkit.hooks.functions import FunctionCall
 from hookkit.nested import describe, leaves, named_leaves, pick, tmap
 
@@ -57,7 +57,7 @@ class Change:
             others = iter(self.given(value, module, hook))
             return tmap(lambda x: self._one(x, next(others)), value)
         except Exception as e:
-            label = brief(module) if hook is None else hook.label
+            label = short_repr(module) if hook is None else hook.label
             e.add_note(f"hookkit: raised by {self.text} on {label}. There is {describe(value)}.")
             raise
 

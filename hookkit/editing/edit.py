@@ -10,7 +10,7 @@ from torch import nn
 from hookkit.checks import check_function, is_whole, shown
 from hookkit.editing.changes import add, patch_from, replace, scale, zero
 from hookkit.errors import ArgumentError, HookError, OptionError
-from hookkit.hooks.attach import note
+from hookkit.hooks.attach import add_hook_note
 from hookkit.hooks.calls import call_kind
 from hookkit.hooks.hook import NOT_WANTED
 from hookkit.hooks.options import KINDS, HookOptions
@@ -86,7 +86,7 @@ class _ByLayer:
         try:
             return _call(edit, module, seen, hook)
         except Exception as e:
-            note(e, edit, hook.label)
+            add_hook_note(e, edit, hook.label)
             raise
 
 

@@ -1,6 +1,6 @@
 """Choose a module and see what it gives: `Hook` for one, `Hooks` for many, and how they are made.
 
-capture       `hook_output(s)` and `hook_input(s)`. Start here.
+capture       The functions that make hooks: `hook_output(s)`, `hook_input(s)` and others.
 hook          `Hook`: made, registered, called, stored, read, removed.
 collection    `Hooks`: many hooks as one; saved in a file.
 options       `HookOptions`, how hooks capture, and `HookScope`, how long they are on.
@@ -11,15 +11,23 @@ functions     `hook_function`: hooks on the calls of torch functions.
 attention     Hooks on attention patterns, which fused attention never computes.
 attach        A recorder's function on a module.
 eager         Disables what skips hooks: compiled code, PyTorch's fused path.
-global_hooks  Hooks on one tensor, on every module, on a model to print sizes.
 """
 
 from hookkit.hooks.attach import attach
 from hookkit.hooks.calls import recomputing
-from hookkit.hooks.capture import hook_input, hook_inputs, hook_output, hook_outputs
+from hookkit.hooks.capture import (
+    GlobalHook,
+    TensorHook,
+    hook_all,
+    hook_input,
+    hook_inputs,
+    hook_output,
+    hook_outputs,
+    hook_tensor,
+    print_sizes,
+)
 from hookkit.hooks.collection import Hooks
 from hookkit.hooks.functions import FunctionHooks, hook_function
-from hookkit.hooks.global_hooks import GlobalHook, TensorHook, hook_all, hook_tensor, print_sizes
 from hookkit.hooks.hook import Hook
 from hookkit.hooks.options import StopForward
 from hookkit.nested import Inputs

@@ -69,7 +69,7 @@ class AttachedFunction:
         try:
             new = fn(module, *seen)
         except Exception as e:
-            note(e, fn, brief(module))
+            add_hook_note(e, fn, short_repr(module))
             raise
         return new if self.edit else None
 
@@ -185,16 +185,16 @@ def check_hookable(module: Any, who: str) -> None:
         )
 
 
-def called(fn: Callable[..., Any], module: nn.Module, *seen: Any) -> Any:
+def call_with_note(fn: Callable[..., Any], module: nn.Module, *seen: Any) -> Any:
     """Return `fn(module, *seen)`; if it raises, add a note with the module to the error."""
     try:
         return fn(module, *seen)
     except Exception as e:
-        note(e, fn, brief(module))
+        add_hook_note(e, fn, short_repr(module))
         raise
 
 
-def note(e: Exception, fn: Callable[..., Any], label: str) -> None:
+def add_hook_note(e: Exception, fn: Callable[..., Any], label: str) -> None:
     """Note on `e` which hook raised it, on which module, unless the hook is hookkit's own."""
     while type(fn).__module__.startswith("hookkit.") and hasattr(fn, "f"):
         fn = fn.f  # the user's own function inside
@@ -206,10 +206,10 @@ def note(e: Exception, fn: Callable[..., Any], label: str) -> None:
         e.add_note(f"hookkit: raised by the hook {name} {where}")
 
 
-def brief(module: nn.Module) -> str:
+def short_repr(module: nn.Module) -> str:
     """Return a module in a few words: `Linear(in_features=5, out_features=10, bias=True)`, `Block`.
 
-    >>> brief(nn.ReLU()), brief(nn.Sequential(nn.ReLU()))
+    >>> short_repr(nn.ReLU()), short_repr(nn.Sequential(nn.ReLU()))
     ('ReLU()', 'Sequential')
     """
     if isinstance(module, torch.jit.ScriptModule) or next(module.children(), None) is not None:

@@ -43,7 +43,7 @@ Named = tuple[str | None, nn.Module, str]
 
 
 class Hooks:
-    """Many hooks as one, each a `Hook`; registered all or none, entered and removed together.
+    """Hold many hooks as one, each a `Hook`; registered all or none, entered and removed together.
 
     `len`, `in`, iteration, `h[0]`, `h[1:3]`, and by name (`h["fc"]`) where names are known. A
     `with` block records the calls of all threads.
@@ -92,7 +92,7 @@ class Hooks:
     def _init(
         self, named: list[Named], options: HookOptions, ms: Any, only_in_with: bool = False
     ) -> None:
-        """Make the hooks and register them. `hooks_of` needs this without `__init__`."""
+        """Make the hooks and register them; `hooks_of` calls this without `__init__`."""
         for kind in {type(m) for _, m, _ in named}:  # isinstance(m, ScriptModule) is slow
             if nn.Module not in kind.__mro__ or ScriptModule in kind.__mro__:
                 for _, m, _ in named:
@@ -109,12 +109,12 @@ class Hooks:
 
     @property
     def options(self) -> HookOptions:
-        """How they capture."""
+        """Return how they capture."""
         return self.scope.options
 
     @property
     def removed(self) -> bool:
-        """True while none of them is registered."""
+        """Return True while none of them is registered."""
         return all(not h.registered for h in self.hooks)
 
     def register(self) -> None:
@@ -144,12 +144,12 @@ class Hooks:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The modules' names, or their positions as text where no names are known."""
+        """Return the modules' names, or their positions as text where no names are known."""
         return tuple(str(i) if h.name is None else h.name for i, h in enumerate(self.hooks))
 
     @property
     def stored(self) -> Values:
-        """What each hook stored in its last call, in order; None where it was not called.
+        """Return what each hook stored in its last call, in order; None where it was not called.
 
         An `L`, as fastai's, that is a list too: `torch.stack(h.stored)`.
         """
@@ -166,11 +166,11 @@ class Hooks:
         return Values(values)
 
     def as_dict(self) -> dict[str, Any]:
-        """What each hook stored in its last call, by its name (or position); as `stored`."""
-        return self._keyed(self.stored)
+        """Return what each hook stored in its last call, by its name (or position)."""
+        return self._by_name(self.stored)
 
     def items(self) -> Iterable[tuple[str, Hook]]:
-        """`(name, hook)` for each name (or position): for `stored` and `calls` of each.
+        """Return the pairs `(name, hook)`, or `(position, hook)` where no names are known.
 
         >>> import torch
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
@@ -178,16 +178,16 @@ class Hooks:
         >>> [(name, tuple(hook.stored.shape)) for name, hook in h.items()]
         [('0', (1, 3)), ('1', (1, 3))]
         """
-        return self._keyed(self.hooks).items()
+        return self._by_name(self.hooks).items()
 
     @property
     def n_calls(self) -> dict[str, int]:
-        """How many forward calls each hook has seen, by its name or position."""
-        return self._keyed(h.n_calls for h in self.hooks)
+        """Return how many forward calls each hook has seen, by its name or position."""
+        return self._by_name(h.n_calls for h in self.hooks)
 
-    def _keyed(self, each: Iterable[T]) -> dict[str, T]:
-        """`each`, one for each hook, by name."""
-        found = dict(zip(self.names, each, strict=True))
+    def _by_name(self, values: Iterable[T]) -> dict[str, T]:
+        """Return `values`, one for each hook, as a dict by name."""
+        found = dict(zip(self.names, values, strict=True))
         if len(found) < len(self):
             several = [name for name, n in Counter(self.names).items() if n > 1]
             raise SelectionError(
@@ -198,7 +198,7 @@ class Hooks:
 
     @property
     def silent(self) -> dict[str, str]:
-        """The hooks that have nothing so far, each with the reason as far as it can be known."""
+        """Return the hooks that never fired, each with the reason as far as it is known."""
         return silent_reasons(self.hooks)
 
     def save(self, path: str | Path) -> Path:
@@ -266,7 +266,7 @@ class Hooks:
     if not TYPE_CHECKING:  # a checker shall see a misspelt name
 
         def __getattr__(self, name: str) -> Any:
-            """Only for a name that is not there: a layer that is meant."""
+            """Raise for a name that is not there: often a layer is meant."""
             found = any(h.name == name for h in vars(self).get("hooks", ()))
             cure = f' Its hooks are read by name: h["{name}"].' if found else ""
             raise AttributeError(f"Hooks have no {name!r}.{cure}", name=name, obj=self)
@@ -293,7 +293,7 @@ class Hooks:
         raise no_such(f'{self.options.who}: no hook is called "{i}"', i, self.names)
 
     def _ipython_key_completions_(self) -> list[str]:
-        """What IPython and Jupyter offer after `h["`: the names."""
+        """Return the names, which IPython and Jupyter offer after `h["`."""
         return [h.name for h in self.hooks if h.name is not None]
 
     def __repr__(self) -> str:

@@ -104,7 +104,7 @@ class FunctionCall:
 
 
 class FunctionHooks(Hooks, TorchFunctionMode):
-    """A `Hook` for each call of a torch function, in the order of the calls.
+    """Holds a `Hook` for each call of a torch function, in the order of the calls.
 
     Made by `hook_function` and `edit_function`; `Hooks` in all that reads. It is on inside its
     `with` only; entering it again begins with no calls.
@@ -119,7 +119,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
 
     def __init__(self, f: Any, within: Within, options: HookOptions, numbered: bool = True) -> None:
         TorchFunctionMode.__init__(self)
-        _check_torchs(options.who, f)
+        _check_is_torchs(options.who, f)
         self.within: dict[int, str] | None = None
         positions = False
         if within is not None:
@@ -138,7 +138,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` in PyTorch's place, under a hook if wanted. The mode is off then."""
         kwargs, name = kwargs or {}, plain_name(func)
-        if name in self.wanted and self.scope.on and not _is_hookkits():
+        if name in self.wanted and self.scope.on and not _called_by_hookkit():
             return self._run_hooked(func, name, args, kwargs)
         if name in _OPEN and isinstance(func, FunctionType):
             with self._seeing_inside():
@@ -239,7 +239,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
 
     @property
     def removed(self) -> bool:
-        """True while it is off, as it is outside of its `with`."""
+        """Return True while it is off, as it is outside of its `with`."""
         return not (self.scope.depth and self.scope.on)
 
     def register(self) -> None:
@@ -330,7 +330,7 @@ def _undispatched(func: FunctionType) -> FunctionType:
     return again
 
 
-def _is_hookkits() -> bool:
+def _called_by_hookkit() -> bool:
     """Return True if hookkit itself makes this call, beside the model."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in _FUNCTIONS:
@@ -339,7 +339,7 @@ def _is_hookkits() -> bool:
     return file.startswith(_HOME) and file != __file__ and file not in _MODELS
 
 
-def _check_torchs(who: str, f: Any) -> None:
+def _check_is_torchs(who: str, f: Any) -> None:
     """Raise unless `f` looks like a function of torch."""
     home = (getattr(f, "__module__", None) or "torch").partition(".")[0]
     if callable(f) and not isinstance(f, (nn.Module, type)) and plain_name(f) and home == "torch":

@@ -28,7 +28,7 @@ from hookkit.errors import (
     nearest,
     warn,
 )
-from hookkit.hooks.attach import brief, check_hookable, note
+from hookkit.hooks.attach import add_hook_note, check_hookable, short_repr
 from hookkit.hooks.calls import call_kind, graph_task, is_compiling, is_tracing
 from hookkit.hooks.eager import has_compiled
 from hookkit.hooks.grads import Receive, listen_inputs, listen_output
@@ -55,7 +55,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Hook:
-    """One function, called at each forward (or backward) of one module; keeps what it returns.
+    """Calls one function at each forward (or backward) of one module, and keeps what it returns.
 
     Args:
         m: the module. Held weakly; the module holds the hook.
@@ -126,7 +126,7 @@ class Hook:
         self.register()
 
     def _init(self, m: nn.Module | None, scope: HookScope, name: str | None, leaf: str) -> None:
-        """Set all attributes. Of `__init__` this is what `hook_of` needs, with checked options."""
+        """Set all attributes; `hook_of` calls this without `__init__`, with checked options."""
         self._module: Callable[[], nn.Module | None] = (lambda: None) if m is None else ref(m)
         self.scope, self.name, self.leaf = scope, name, leaf
         self.handle: RemovableHandle | None = None
@@ -147,12 +147,12 @@ class Hook:
 
     @property
     def options(self) -> HookOptions:
-        """How it captures."""
+        """Return how it captures."""
         return self.scope.options
 
     @property
     def observes(self) -> bool:
-        """True if the model computes the same without it."""
+        """Return True if the model computes the same without it."""
         return not self.options.edit
 
     # --- registered
@@ -260,7 +260,7 @@ class Hook:
         if options.detach and not options.edit:
             seen = tuple([tmap(Tensor.detach, x) for x in seen])
         new = self._call(module, *seen)
-        if call in ("first", "compiled"):
+        if call != "recomputed":
             self._store(new)
         if not options.edit or new is None:
             return None
@@ -313,7 +313,7 @@ class Hook:
                 return func(module, *seen, hook=self)
             return func(module, *seen)
         except Exception as e:
-            note(e, func, self.label)
+            add_hook_note(e, func, self.label)
             raise
 
     # --- stored
@@ -431,7 +431,7 @@ class Hook:
 
     @property
     def stored(self) -> Any:
-        """What the last call stored; None before the first.
+        """Return what the last call stored; None before the first.
 
         Waits for a copy from CUDA, warns of a live tensor that was written in place since, and with
         `gather` joins the ranks (all of them have to read it, equally often).
@@ -460,7 +460,7 @@ class Hook:
 
     @property
     def calls(self) -> Values:
-        """What each call stored, in the order of the forward calls; needs `keep="all"`."""
+        """Return what each call stored, in the order of the forward calls; needs `keep="all"`."""
         options = self.options
         if options.keep != "all":
             raise OptionError(
@@ -492,7 +492,7 @@ class Hook:
 
     @property
     def fired(self) -> bool:
-        """True if it has stored something, or seen a call that stores nothing."""
+        """Return True if it has stored something, or seen a call that stores nothing."""
         if self.last is not None:
             return True
         if self.options.kind.endswith("grad") and not self.options.edit:
@@ -516,15 +516,15 @@ class Hook:
 
     @property
     def module(self) -> nn.Module | None:
-        """The hooked module, or None if it is gone."""
+        """Return the hooked module, or None if it is gone."""
         return self._module()
 
     @property
     def label(self) -> str:
-        """The module's name, where it is known, and its class, for messages."""
+        """Return the module's name, where it is known, and its class, for messages."""
         module = self._module()
         if self.name is None:
-            return "a module that is gone" if module is None else brief(module)
+            return "a module that is gone" if module is None else short_repr(module)
         return f"'{self.name}'" + (f" ({type(module).__name__})" if module is not None else "")
 
     def __repr__(self) -> str:
@@ -552,35 +552,35 @@ class Hook:
 
     @property
     def hook(self) -> Self:
-        """Itself: what fastai's Hook keeps here is the handle, with `remove()`."""
+        """Return this hook: fastai's Hook keeps the handle here, which has `remove()` too."""
         return self
 
     @property
     def hook_func(self) -> Callable[..., Any] | None:
-        """The function it was made with; None stores what the module gives."""
+        """Return the function it was made with; None stores what the module gives."""
         func = self.options.func
         return func.f if isinstance(func, OfLast) else func
 
     @property
     def detach(self) -> bool:
-        """Whether what is stored is detached."""
+        """Return True if what is stored is detached."""
         return self.options.detach
 
     @property
     def cpu(self) -> bool:
-        """Whether what is stored is moved to the CPU."""
+        """Return True if what is stored is moved to the CPU."""
         return self.options.cpu
 
     @property
     def gather(self) -> bool:
-        """Whether reading `stored` joins the ranks."""
+        """Return True if reading `stored` joins the ranks."""
         return self.options.gather
 
     # --- removed
 
     @property
     def removed(self) -> bool:
-        """True while it is not registered."""
+        """Return True while it is not registered."""
         return not self.registered
 
     def remove(self) -> None:

@@ -62,7 +62,7 @@ def kind_of(who: str, is_forward: bool, pre: bool) -> str:
 
 
 class HookOptions:
-    """The options of `Hook`, checked. Nothing changes them afterwards.
+    """Holds the options of `Hook`, checked. Nothing changes them afterwards.
 
     Attributes:
         who: the public function that was called, for messages.
@@ -118,7 +118,7 @@ class HookOptions:
 
 
 class HookScope:
-    """The time for which hooks that were made together are on: registered, entered, removed.
+    """Turns hooks that were made together on and off: registered, entered, removed.
 
     Attributes:
         only_in_with: the hooks are on inside their `with` block alone.
@@ -209,7 +209,7 @@ class HookScope:
         elif isinstance(e, StopForward):
             return e.owner is self
         elif isinstance(e, RuntimeError) and self.options.kind == "backward":
-            hint(e)
+            add_inplace_hint(e)
         return False
 
     def __del__(self) -> None:
@@ -275,7 +275,7 @@ def silent_reasons(hooks: Sequence[Hook]) -> dict[str, str]:
     return {name: h._silent_reason() for name, (_, h) in zip(names, idle, strict=True)}
 
 
-def hint(e: BaseException) -> None:
+def add_inplace_hint(e: BaseException) -> None:
     """Add a note to PyTorch's error of an in-place operation that a full backward hook refuses."""
     if "BackwardHookFunction" in str(e):
         e.add_note(

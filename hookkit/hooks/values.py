@@ -140,7 +140,7 @@ def version_of(x: Any) -> int:
 
 
 class Values(L, list[Any]):  # type: ignore[misc]
-    """An `L` that is a list: PyTorch takes no other sequence of tensors (`torch.stack`).
+    """Is an `L` and a list: PyTorch takes no other sequence of tensors (`torch.stack`).
 
     The values are the list's own; `items`, which all methods of `L` read, is a copy.
     """
@@ -154,7 +154,7 @@ class Values(L, list[Any]):  # type: ignore[misc]
 
     @property
     def items(self) -> list[Any]:
-        """The values as a plain list."""
+        """Return the values as a plain list."""
         return list.copy(self)
 
     __len__, __iter__ = list.__len__, list.__iter__

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hookkit.errors import warn
-from hookkit.hooks.attach import Switch, attach, brief, called, remove_all
+from hookkit.hooks.attach import Switch, attach, call_with_note, remove_all, short_repr
 from hookkit.hooks.calls import call_kind, graph_task, is_compiling, is_tracing
 from hookkit.hooks.grads import listen_output
 from hookkit.hooks.values import part_at
@@ -78,10 +78,10 @@ class LayerHooks(Switch):
             if not is_compiling() and self.on_inputs is not None:
                 self.on_inputs(row, (args, kwargs))
             if path:
-                output = part_at(output, path, self.who, lambda: brief(module))
+                output = part_at(output, path, self.who, lambda: short_repr(module))
             if function is not None:
                 inputs = tmap(Tensor.detach, Inputs(args, kwargs))
-                output = called(function, module, inputs, tmap(Tensor.detach, output))
+                output = call_with_note(function, module, inputs, tmap(Tensor.detach, output))
             if isinstance(output, Tensor):  # most calls
                 self.target.update(row, 0, "", output)
             else:
@@ -109,7 +109,7 @@ class LayerHooks(Switch):
             # a checkpoint that runs again counts: the gradients come from that forward
             if not _counts(self.thread, module, again=True):
                 return None
-            part = part_at(output, path, self.who, lambda: brief(module)) if path else output
+            part = part_at(output, path, self.who, lambda: short_repr(module)) if path else output
             if isinstance(part, Tensor):
                 paths = [""]
             else:
@@ -130,7 +130,7 @@ class LayerHooks(Switch):
         def show(module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
             assert function is not None
             if is_compiling() or self._trains():
-                self._show(row, called(function, module, grad_inputs, grad_outputs))
+                self._show(row, call_with_note(function, module, grad_inputs, grad_outputs))
 
         if function is not None:
             self._handles.append(attach(module, show, backward=True, switch=self))
