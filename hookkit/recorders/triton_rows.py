@@ -1,19 +1,15 @@
 """Moments on CUDA in one read: a Triton kernel, where Triton is installed (with PyTorch for CUDA).
 
-Each of `PROGRAMS` programs reads its part of the tensor once and adds its sums to its own row of a
+Each of `PROGRAMS` programs reads its part of the tensor once and writes its sums to its own row of a
 table, so nothing is atomic, the result does not depend on timing, and a tensor is one launch. The
 tables of all layers are combined at once at the step (`collapse`). Sums are float64, exact enough
-for a mean 1e5 times the spread without a shift. The reference is `rows.moments`.
+for a mean 1e5 times the spread without a shift. The reference is `moments.moments`.
 """
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
-
-from hookkit.recorders.moments import EMPTY
 
 try:
     import triton
@@ -71,55 +67,44 @@ if triton is not None:
                 fine += finite.to(tl.int32)
                 bad += inside.to(tl.int32) - finite.to(tl.int32)
         out = sums + part * 9
-        tl.store(out, tl.load(out) + 1.0)
-        tl.store(out + 1, tl.load(out + 1) + tl.sum(fine.to(tl.float64), 0))
-        tl.store(out + 2, tl.load(out + 2) + tl.sum(total, 0))
-        tl.store(out + 3, tl.load(out + 3) + tl.sum(squares, 0))
-        tl.store(out + 4, tl.minimum(tl.load(out + 4), tl.min(least, 0).to(tl.float64)))
-        tl.store(out + 5, tl.maximum(tl.load(out + 5), tl.max(most, 0).to(tl.float64)))
-        tl.store(out + 6, tl.load(out + 6) + tl.sum(near.to(tl.float64), 0))
-        tl.store(out + 7, tl.load(out + 7) + tl.sum(zero.to(tl.float64), 0))
-        tl.store(out + 8, tl.load(out + 8) + tl.sum(bad.to(tl.float64), 0))
+        tl.store(out, 1.0)
+        tl.store(out + 1, tl.sum(fine.to(tl.float64), 0))
+        tl.store(out + 2, tl.sum(total, 0))
+        tl.store(out + 3, tl.sum(squares, 0))
+        tl.store(out + 4, tl.min(least, 0).to(tl.float64))
+        tl.store(out + 5, tl.max(most, 0).to(tl.float64))
+        tl.store(out + 6, tl.sum(near.to(tl.float64), 0))
+        tl.store(out + 7, tl.sum(zero.to(tl.float64), 0))
+        tl.store(out + 8, tl.sum(bad.to(tl.float64), 0))
 
 
 def serves(device: torch.device) -> bool:
-    """Whether the kernel is to be used on `device`."""
+    """Return whether the kernel is to be used on `device`."""
     return triton is not None and device.type == "cuda"
 
 
-@cache
-def _blank(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(EMPTY, dtype=torch.float64, device=device).repeat(PROGRAMS, 1)
-
-
-def sums_of(x: Tensor, eps: float, sums: Tensor | None = None) -> Tensor:
-    """(PROGRAMS, 9) float64 sums of a contiguous tensor, added to those in `sums` if given.
-
-    One launch, and one more that makes the sums where there are none.
-    """
+def sums_of(x: Tensor, eps: float) -> Tensor:
+    """Return (PROGRAMS, 9) float64 sums of a contiguous tensor, by one launch."""
     if x.dtype is torch.bool:
         x = x.view(torch.uint8)
     elif x.dtype.itemsize == 1 and x.is_floating_point():  # a GPU knows some kinds of float8 only
         x = x.float()
-    if sums is None:
-        sums = _blank(x.device).clone()
+    sums = torch.empty(PROGRAMS, 9, dtype=torch.float64, device=x.device)
     wide = x.dtype in (torch.float64, torch.int32, torch.int64, torch.uint32)
-    n = x.numel()
-    grid = (max(min(PROGRAMS, -(-n // (BLOCK * BLOCKS_A_TURN))), 1),)
-    _add[grid](x, n, sums, eps, wide, PROGRAMS, BLOCK, BLOCKS_A_TURN, num_warps=WARPS)
+    block = eps, wide, PROGRAMS, BLOCK, BLOCKS_A_TURN
+    _add[(PROGRAMS,)](x, x.numel(), sums, *block, num_warps=WARPS)
     return sums
 
 
 def joined(a: Tensor, b: Tensor) -> Tensor:
-    """The sums of two tensors together."""
+    """Return the sums of two tensors together."""
     total = a + b
     total[:, 4], total[:, 5] = torch.minimum(a[:, 4], b[:, 4]), torch.maximum(a[:, 5], b[:, 5])
     return total
 
 
 def collapse(sums: Tensor) -> Tensor:
-    """(rows, 9) moments, as `rows.FIELDS`, from (rows, PROGRAMS, 9) sums."""
+    """Return (rows, 9) moments, as `moments.FIELDS`, from (rows, PROGRAMS, 9) sums."""
     total = sums.sum(1)
     n = total[:, 1]
     mean = total[:, 2] / n.clamp(min=1)
