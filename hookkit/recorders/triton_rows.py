@@ -1,6 +1,6 @@
 """Moments on CUDA in one read: a Triton kernel, where Triton is installed (with PyTorch for CUDA).
 
-Each of `PROGRAMS` programs reads its part of the tensor once and writes its sums to its own row of a
+Each of `PROGRAMS` programs reads its part of a tensor once and writes its sums to its own row of a
 table, so nothing is atomic, the result does not depend on timing, and a tensor is one launch. The
 tables of all layers are combined at once at the step (`collapse`). Sums are float64, exact enough
 for a mean 1e5 times the spread without a shift. The reference is `moments.moments`.
