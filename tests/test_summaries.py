@@ -137,10 +137,10 @@ def test_memory_of_a_step_has_gradients_and_the_optimizers_state() -> None:
     assert s.step_bytes == 4 * (32 + 32 + 64) + 5 * 4 * 4
 
 
-def test_rows_are_found_by_name_and_by_position() -> None:
+def test_rows_are_found_by_name_and_by_a_wrappers_name() -> None:
     s = summary(nn.DataParallel(Net()), ids())
 
-    assert s["blocks.1.norm"].type == "LayerNorm"
+    assert s["module.blocks.1.norm"] is s["blocks.1.norm"]
     assert "blocks.1.norm" in s
     assert s[0] is s[""]
 

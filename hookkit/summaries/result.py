@@ -6,6 +6,7 @@ Builds on `rows`; draws itself by `drawing`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from hookkit.texts import nbytes, si
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+_WRAPPED = re.compile(r"^((module|_orig_mod|_fsdp_wrapped_module)(\.|$))+")
 _RUNS = {
     "real": "One forward was run, and the model put back as it was.",
     "fake": "Run on fake tensors, since it is large: nothing computed, nothing changed.",
@@ -112,9 +114,10 @@ class Summary:
     def __getitem__(self, name: str | int) -> Row:
         if isinstance(name, int):
             return self.rows[name]
-        for row in self.rows:
-            if row.name == name:
-                return row
+        for known in (name, _WRAPPED.sub("", str(name))):  # also as a wrapped model names it
+            for row in self.rows:
+                if row.name == known:
+                    return row
         raise no_such(f'no row "{name}" among {len(self.rows)}', name, (r.name for r in self.rows))
 
     def to_dict(self) -> dict[str, Any]:
