@@ -1,7 +1,7 @@
 """`KeptGradients`: whether the gradient of one step is still there when the next one is computed.
 
-Without `zero_grad()` autograd adds new gradients to those that the last step has used. That is seen
-where it happens: of each optimizer one parameter is followed from a step to the next.
+Without `zero_grad()` autograd adds new gradients to those that the last step has used. One
+parameter of each optimizer is followed from a step to the next, by hooks where autograd adds.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ MANY = 16
 
 
 class KeptGradients:
-    """Of the first steps, how many used the gradient of the step before, too.
+    """Counts in how many of the first steps the gradient of the step before was used, too.
 
     Nothing is read from the device until `read`, and nothing is computed where gradients are zeroed
-    or set to None. Gradients that autograd does not add to, as those of FSDP2, are not known.
+    or set to None. Gradients that autograd does not add to, such as FSDP2's, are not counted.
 
     >>> w = nn.Parameter(torch.ones(2)); opt = torch.optim.SGD([w], 0.1)
     >>> kept = KeptGradients()
@@ -33,23 +33,23 @@ class KeptGradients:
 
     def __init__(self) -> None:
         self._followed: WeakKeyDictionary[Optimizer, _Followed] = WeakKeyDictionary()
-        self._kept: list[Tensor | bool] = []
+        self._kept: list[Tensor | bool] = []  # for each step that is known
 
     def see_step(self, opt: Optimizer) -> None:
-        """`opt` is about to use the gradients that there are."""
+        """Looks at an optimizer that is about to use the gradients that there are."""
         followed = self._followed.pop(opt, None)
         if followed is not None:
             followed.remove()
-            if followed.n and followed.is_autograd():
+            if followed.is_autograds():
                 self._kept.append(followed.kept)
         if len(self._kept) < MANY and not torch.compiler.is_compiling():
-            params = (p for group in opt.param_groups for p in group["params"])
-            # copies and pickles leave out the hooks of parameters only
-            plain = (p for p in params if isinstance(p, nn.Parameter) and _state(p.grad))
-            p = next(plain, None)
-            if p is not None and p.requires_grad:
-                self._followed[opt] = followed = _Followed(p)
-                followed.attach()
+            for p in (p for group in opt.param_groups for p in group["params"]):
+                # copies and pickles leave out the hooks of parameters only
+                if isinstance(p, nn.Parameter) and _state(p.grad):
+                    if p.requires_grad:
+                        self._followed[opt] = followed = _Followed(p)
+                        followed.attach()
+                    break
 
     def remove(self) -> None:
         """Takes the hooks off; can be called at any time, and twice."""
@@ -58,30 +58,32 @@ class KeptGradients:
         self._followed.clear()
 
     def read(self) -> dict[str, Any]:
-        """`kept_gradients`: in how many steps, and of how many that is known; {} of none."""
+        """Return `kept_gradients`: in how many steps, of how many that are known; {} if none is."""
         n = len(self._kept)
         return {"kept_gradients": [sum(map(bool, self._kept)), n]} if n else {}  # sync: one a step
+
+    def __reduce__(self) -> Any:
+        return KeptGradients, ()  # a copy follows nothing
 
 
 class _Followed:
     """The gradient of one parameter, from one step to the next.
 
     Attributes:
-        n: how often autograd has added to it.
         kept: whether what the step used is part of what there is now: each addition was to what the
             one before had left.
     """
 
     def __init__(self, p: Any) -> None:
-        self.n, self.kept = 0, True  # type: int, Tensor | bool
-        self._p, self._left = p, _state(p.grad)
+        self.kept: Tensor | bool = True
+        self._p, self._left, self._added = p, _state(p.grad), False
 
     def attach(self) -> None:
         self._p.register_hook(self._before)
         self._p.register_post_accumulate_grad_hook(self._after)
 
     def _before(self, coming: Tensor) -> None:
-        """A gradient has come, and is about to be added to what there is."""
+        """Compares what there is, to which a gradient is about to be added."""
         grad = self._p.grad
         if grad is None or self._left is None or _state(grad) != self._left:
             self.kept = False
@@ -90,12 +92,12 @@ class _Followed:
                 self.kept = self.kept & (grad != 0).any()
 
     def _after(self, p: Tensor) -> None:
-        self.n, self._left = self.n + 1, _state(self._p.grad)
+        self._added, self._left = True, _state(self._p.grad)
 
-    def is_autograd(self) -> bool:
-        """Whether the gradient of the step is the tensor that autograd has made, maybe clipped."""
+    def is_autograds(self) -> bool:
+        """Return whether autograd has made the step's gradient; it may have been clipped since."""
         now = _state(self._p.grad)
-        return now is not None and self._left is not None and now[0] == self._left[0]
+        return self._added and bool(now and self._left and now[0] == self._left[0])
 
     def remove(self) -> None:
         # Private: the dicts of a tensor's hooks, which handles delete from (since 0.4 and 2.1). A
@@ -107,7 +109,7 @@ class _Followed:
 
 
 def _state(grad: Tensor | None) -> tuple[int, int] | None:
-    """Where a gradient is, and how often it has been changed in place; None if it is not plain."""
+    """Return where a plain gradient is, and how often it was changed in place; None for others."""
     if type(grad) is not Tensor or grad.layout is not torch.strided:
         return None
     # Private: `_version`, the counter by which autograd knows of changes in place (since 0.4).

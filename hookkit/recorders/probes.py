@@ -1,8 +1,8 @@
 """`TrainingProbes`: what the first steps of a loop show beyond statistics, for `diagnose`.
 
-A loop holds one and calls it in few places. Everything is seen where it happens (batches, the loss
-and its autograd graph, gradients that outlive a step), in the first steps only; nothing is read
-from the device before `read`, which gives these keys of `Run.info`, each only where it is known:
+A loop holds one and calls it in few places. It looks where things happen (batches, the loss and its
+autograd graph, gradients that outlive a step), in the first steps only, and reads nothing from the
+device before `read`, which returns these keys of `Run.info`, each only if it is known:
 
     loss_func       str: the loss in the graph, such as "cross_entropy", if the loop has no own
     n_classes       int: size of the classes' dimension of a cross entropy
@@ -38,15 +38,13 @@ from hookkit.recorders.moments import plain
 MANY = 64
 """Steps whose batches are compared: later ones cost nothing."""
 
-_TRIES = 3
-"""Batches in which the loss's graph is looked for: the first may have no backward pass."""
-
-_VALUES = 4096  # of each tensor, that its mark depends on
-_DIGITS = 9  # decimal ones, that the marks of equal tensors share on any device
+_TRIES = 3  # batches in which the loss's graph is looked for: the first may have no backward pass
+_VALUES = 4096  # of each tensor, that its fingerprint depends on
+_DIGITS = 9  # decimal ones, that the fingerprints of equal tensors share on any device
 
 
 def loss_name(loss_func: Any) -> str | None:
-    """A loss function's name, else its class's; None for None.
+    """Return a loss function's name, or its class's if it has none; None for None.
 
     >>> loss_name(torch.nn.functional.mse_loss), loss_name(torch.nn.MSELoss())
     ('mse_loss', 'MSELoss')
@@ -58,11 +56,11 @@ def loss_name(loss_func: Any) -> str | None:
 
 
 class TrainingProbes:
-    """What a loop has shown so far; the loop calls the `see_` methods as things happen.
+    """Looks at a loop's first steps; the loop calls the `see_` methods as things happen.
 
     Attributes:
-        done: the first `MANY` steps are over. The loop then need not call any method, but
-            `see_batch` of a forward in eval mode, which makes `done` False until the step's end.
+        done: the first `MANY` steps are over. The loop then need not call any method, except
+            `see_batch` for a forward in eval mode, which makes `done` False until the step's end.
         other_loss: backward() was called on another loss than the one that the model returned.
 
     >>> net, x = torch.nn.Linear(2, 3), torch.ones(4, 2)
@@ -78,23 +76,24 @@ class TrainingProbes:
     """
 
     def __init__(self) -> None:
+        self.done = self.other_loss = False
         self._kept = KeptGradients()
-        self._reported: dict[str, Any] | None = None  # what the graph of the loss shows
-        self._marked = self._returned = False  # losses that the model returned; `_reported` is one
-        self.other_loss = False
-        self._root: dict[str, Any] | None = None  # and that of what backward() is called on
-        self._named = False
+        self._n_batches = self._n_steps = self._n_eval = 0
+        self._modes: set[bool] = set()  # of the forwards since the last step
+        self._batches: list[Tensor] = []  # a fingerprint for each of the first steps
+        self._batch: Tensor | None = None  # that of the step under way
+        self._weights: list[tuple[Any, Tensor]] | None = None  # with fingerprints, before a step
+        # what the graphs show of the loss that was reported, and of what backward() is called on
+        self._of_reported: dict[str, Any] | None = None
+        self._of_backward: dict[str, Any] | None = None
+        self._model_returns = False  # a loss is among the model's outputs
+        self._reports_returned = False  # `_of_reported` is of such a loss
+        self._has_loss_func = False
         self._tries = _TRIES
         self._n_classes = 0
-        self._marks: list[Tensor] = []  # one for each of the first steps
-        self._mark: Tensor | None = None  # of the step under way
-        self._n_batches = self._n_steps = self._n_eval = 0
-        self.done = False  # the first steps are over
-        self._modes: set[bool] = set()  # of the forwards since the last step
-        self._first: list[tuple[Any, Tensor]] | None = None
 
     def see_batch(self, xb: Any, training: bool = True) -> None:
-        """A forward with gradients begins.
+        """Looks at a forward with gradients as it begins.
 
         Args:
             xb: what the model is given, any structure.
@@ -103,36 +102,37 @@ class TrainingProbes:
         self._modes.add(training)
         self._n_batches += 1
         self.done = self.done and training  # a step in eval mode is counted, whenever it comes
-        if len(self._marks) >= MANY or torch.compiler.is_compiling() or is_transforming():
+        if len(self._batches) >= MANY or torch.compiler.is_compiling() or is_transforming():
             return
         with torch.no_grad():
-            for mark in marks(leaves(xb)):
+            for now in fingerprints(leaves(xb)):
                 # the largest: a closure evaluates the same batch again
-                now = mark if self._mark is None else self._mark.to(mark.device)
-                self._mark = torch.maximum(now, mark)
+                before = now if self._batch is None else self._batch.to(now.device)
+                self._batch = torch.maximum(before, now)
 
     def see_scores(
         self, loss_func: Any, pred: Any, fed: bool = True, found: Tensor | None = None
     ) -> None:
-        """What the model returned, still in its graph, and before the backward pass if it can be.
+        """Looks at what the model returned, still in its graph, before the backward pass if it can.
 
         Args:
             loss_func: the loop's loss function, or None if it is not known.
             pred: any structure. The first backward pass through it is asked where it began: so a
                 loss that is reported as a number is seen, and one whose sign is turned.
             fed: `pred` is the loss's own first input, so that dimension 1 is that of the classes.
-            found: what was taken for the loss in `pred`. Where backward() is called on another,
+            found: what was taken for the loss in `pred`. If backward() is called on another,
                 `other_loss` becomes True.
         """
         node: Any
-        self._named |= loss_func is not None
-        if self._root is None and self._tries > 0 and not is_transforming():
-            self._tries -= 1
-            for node in {t.grad_fn for t in leaves(pred) if t.grad_fn is not None}:
-                node.register_prehook(partial(self._see_backward, get_ident()))
-        if self._root is None and found is not None and found.grad_fn is not None:
-            self._marked, node = True, found.grad_fn
-            node.metadata.setdefault(FOUND, set()).add(found.output_nr)
+        self._has_loss_func |= loss_func is not None
+        if self._of_backward is None:
+            if self._tries > 0 and not is_transforming():
+                self._tries -= 1
+                for node in {t.grad_fn for t in leaves(pred) if t.grad_fn is not None}:
+                    node.register_prehook(partial(self._see_backward, get_ident()))
+            if found is not None and found.grad_fn is not None:
+                self._model_returns, node = True, found.grad_fn
+                node.metadata.setdefault(FOUND, set()).add(found.output_nr)
         name = (loss_name(loss_func) or "").lower().replace("_", "")
         by_class = name.startswith("crossentropy") and isinstance(pred, Tensor)
         mean = getattr(loss_func, "reduction", "mean") == "mean"
@@ -140,48 +140,48 @@ class TrainingProbes:
             self._n_classes = self._n_classes or pred.shape[1]
 
     def _see_backward(self, thread: int, grads: Any) -> None:
-        """A backward pass, called by a thread, has reached the model's output."""
-        if self._root is None and (root := _root(thread)) is not None:
-            self._root = loss_facts(root.grad_fn)
-            if self._marked and not is_found(root):
+        """Looks at the loss as a backward pass, called by a thread, reaches the model's output."""
+        if self._of_backward is None and (root := _root(thread)) is not None:
+            self._of_backward = loss_facts(root.grad_fn)
+            if self._model_returns and not is_found(root):
                 self.other_loss = True
-                self._reported = None if self._returned else self._reported
+                self._of_reported = None if self._reports_returned else self._of_reported
 
     def see_loss(self, loss: Tensor, params: Iterable[Tensor] = (), found: bool = False) -> None:
-        """The loss of a batch, in its graph: the first one that has a graph is read.
+        """Looks at the loss of a batch: the first one that has a graph is read.
 
         Args:
             loss: one number, live or detached.
             params: what is trained: whether it changes without a step that was seen.
             found: the model returned it, and `see_scores` is told of it.
         """
-        if self._reported is None and loss.grad_fn is not None:
-            self._reported, self._returned = loss_facts(loss.grad_fn), found
-        if self._first is None and not is_transforming():
+        if self._of_reported is None and loss.grad_fn is not None:
+            self._of_reported, self._reports_returned = loss_facts(loss.grad_fn), found
+        if self._weights is None and not is_transforming():
             with torch.no_grad():
-                self._first = [(ref(p), mark) for p in params for mark in marks([p])]
+                self._weights = [(ref(p), mark) for p in params for mark in fingerprints([p])]
 
     def see_step(self, opt: Any) -> None:
-        """An optimizer is about to step, with the gradients that there are."""
-        self._first = []
+        """Looks at an optimizer that is about to step, with the gradients that there are."""
+        self._weights = []
         self._kept.see_step(opt)
 
     def end_step(self) -> None:
-        """A step is over: what comes now belongs to the next."""
+        """Ends a step: what comes now belongs to the next."""
         self._n_steps += 1
         self._n_eval += self._modes == {False}
         self._modes = set()
-        if self._mark is not None and len(self._marks) < MANY:
-            self._marks.append(self._mark)
-        self._mark = None
+        if self._batch is not None and len(self._batches) < MANY:
+            self._batches.append(self._batch)
+        self._batch = None
         self.done = self._n_steps >= MANY
 
     def remove(self) -> None:
-        """The loop is over: takes off what was attached; can be called at any time, and twice."""
+        """Takes off what was attached, as the loop ends; can be called at any time, and twice."""
         self._kept.remove()
 
     def read(self, n_steps: int, under_way: bool = False) -> dict[str, Any]:
-        """The facts, as listed at the top of this file. Sync: a few, for small tensors.
+        """Return the facts that are listed at the top of this file. Sync: a few, for small tensors.
 
         Args:
             n_steps: how many steps the loop has made.
@@ -189,15 +189,15 @@ class TrainingProbes:
                 batches.
         """
         facts: dict[str, Any] = {"n_classes": self._n_classes} if self._n_classes else {}
-        facts |= {**(self._root or {}), **(self._reported or {})}
-        if self._root is not None or self._reported is not None:
+        facts |= {**(self._of_backward or {}), **(self._of_reported or {})}
+        if self._of_backward is not None or self._of_reported is not None:
             facts["loss_graph"] = True
-        if self._named:
+        if self._has_loss_func:
             facts.pop("loss_func", None)
-        if self._marks:
-            seen = torch.stack([t.to(self._marks[0].device) for t in self._marks]).tolist()  # sync
-            different = len({f"{mark:.{_DIGITS}g}" for mark in seen})
-            facts["batches"] = [len(seen), different]
+        if self._batches:
+            together = [t.to(self._batches[0].device) for t in self._batches]
+            seen = torch.stack(together).tolist()  # sync
+            facts["batches"] = [len(seen), len({f"{mark:.{_DIGITS}g}" for mark in seen})]
         if self._n_eval:
             facts["eval_steps"] = [self._n_eval, n_steps]
         waits = under_way and self._n_batches < 100
@@ -206,29 +206,20 @@ class TrainingProbes:
         return facts | self._kept.read()
 
     def _stays(self) -> bool:
-        """Whether no weight has another value than at the first loss. Sync: one for each."""
-        pairs = [(p(), mark) for p, mark in self._first or ()]
-        now = [(p, mark) for p, mark in pairs if p is not None]
+        """Return whether all weights have the values of the first loss. Sync: one for each."""
+        live = [(p, mark) for at, mark in self._weights or () if (p := at()) is not None]
         with torch.no_grad():
-            return bool(now) and all(float(m) == float(mark) for p, mark in now for m in marks([p]))
+            same = [float(now) == float(mark) for p, mark in live for now in fingerprints([p])]
+        return bool(live) and all(same)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Plain values that load on any machine, without what is attached."""
-        state = {
-            **vars(self),
-            "_marks": [t.cpu() for t in self._marks],
-            "_mark": None,
-            "_first": [],
-        }
-        del state["_kept"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _kept=KeptGradients())
+        """Return plain values that load on any machine, without what is attached."""
+        batches = [t.cpu() for t in self._batches]
+        return {**vars(self), "_batches": batches, "_batch": None, "_weights": []}
 
 
-def marks(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """One number for each of `tensors` that can be read: equal tensors have equal ones."""
+def fingerprints(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield a number for each of `tensors` that can be read: equal tensors have equal ones."""
     for t in tensors:
         # no subclasses: reading a part of a DTensor would wait for other ranks
         whole = type(t) in (Tensor, torch.nn.Parameter) and t.layout is torch.strided
@@ -240,7 +231,7 @@ def marks(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _root(thread: int) -> Any:
-    """The tensor on which a thread has called the backward pass under way; None if not known.
+    """Return the tensor on which a thread has called the backward pass under way; None if unknown.
 
     PyTorch has no hook for that. Autograd runs hooks in threads of its own on a GPU; the thread
     that called `backward` waits in it, and its frame there has the tensor.
