@@ -354,9 +354,10 @@ class Learner(Loop, Reportable):
                 why += "(x, y), a smaller DataLoaders(…, n_inp=…), or no loss_func if the model "
                 why += "returns a loss."
             raise ModelRunError(f"Training needs a loss; {why}")
-        self.probes.see_batch(self.xb)
-        self.probes.see_scores(self.loss_func, self.pred)
-        self.probes.see_loss(self.loss_grad)
+        if not self.probes.done:
+            self.probes.see_batch(self.xb)
+            self.probes.see_scores(self.loss_func, self.pred)
+            self.probes.see_loss(self.loss_grad)
         self.losses.begin(self.n_steps)
         self._do_grad_opt()
         if self.loss is not None:
@@ -378,7 +379,8 @@ class Learner(Loop, Reportable):
                 self.scaler.update()
         self.opt.zero_grad()
         if self.stepped:
-            self.probes.end_step()
+            if not self.probes.done:
+                self.probes.end_step()
         elif not done:  # a step that is skipped records nothing, of none of its batches
             self.losses.drop(self.n_steps)
 
