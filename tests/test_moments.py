@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from hookkit.recorders.bins import SAMPLE, LogBins, RangeBins, count, narrowed, sample_of
+from hookkit.recorders.bins import SAMPLE, LogBins, RangeBins, count, sample_of
 from hookkit.recorders.moments import (
     CHUNK,
     EMPTY,
     FIELDS,
+    SmallArrays,
     array_row,
     flat,
     merge,
@@ -63,6 +64,22 @@ def test_numpy_and_tensor_operations_give_the_row_of_the_definition(name: str) -
         assert [*row[:2], *row[4:]] == [*want[:2], *want[4:]]
         size = float(x.double().abs().nan_to_num(0, 0, 0).amax()) if len(x) else 0.0
         assert row[2] == pytest.approx(want[2], rel=1e-6, abs=1e-7 * size)
+
+
+def test_small_arrays_that_are_read_together_have_the_rows_of_each() -> None:
+    arrays, bins = SmallArrays(0.05, LogBins()), LogBins()
+    cases = [x[:900] for x in CASES.values() if x.dtype is torch.float32 and len(x)]
+
+    numbers = [arrays.add(x.numpy()) for x in cases[:8]]
+    read = [arrays.read(number) for number in numbers if number is not None]
+
+    assert len(read) == 8
+    for x, (row, counts) in zip(cases, read, strict=False):
+        with np.errstate(all="ignore"):
+            want = truth(x, 0.05)
+        assert row == pytest.approx(want, rel=1e-9, abs=1e-12 * float(x.abs().nan_to_num().amax()))
+        np.testing.assert_array_equal(counts, count(x.numpy(), bins))
+    assert arrays.add(cases[0].numpy()) is None  # they were read
 
 
 def test_numpy_that_raises_at_underflow_does_not_make_a_recorder_raise() -> None:
@@ -157,9 +174,3 @@ def test_samples_of_many_records_take_every_value() -> None:
     taken = {i for record in range(3) for i in range(n)[sample_of(n, record)]}
 
     assert len(taken) == n
-
-
-def test_finite_values_stay_finite_in_a_sample() -> None:
-    x = np.array([1e200, -1e300, math.inf, math.nan])
-
-    assert np.isfinite(narrowed(x)).tolist() == [True, True, False, False]

@@ -1,4 +1,4 @@
-"""A tally merges calls, batches and steps exactly, in bounded memory, on any device."""
+"""RunningStats merge calls, batches and steps exactly, in bounded memory, on any device."""
 
 import math
 import pickle
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookkit.recorders import ActivationStats, GradientStats, running_stats as tally
+from hookkit.recorders import ActivationStats, GradientStats, running_stats
 from hookkit.recorders.bins import LogBins
 from hookkit.recorders.running_stats import Options, RunningStats
 from hookkit.recorders.unit_stats import WINDOW, channel_dim
@@ -206,7 +206,7 @@ def test_of_many_calls_on_a_device_a_bounded_number_is_sampled(engine: str) -> N
     for _ in range(200):
         stats.update(row, 0, "", torch.ones(2, 3))
     if engine != "numpy":
-        assert len(stats._batch[row].counts) == tally._MOST_SAMPLES
+        assert len(stats._batch[row].counts) == running_stats._MOST_SAMPLES
     stats.end_step(0, 0, 0)
 
     assert stats.record().value("count").tolist() == [[1200]]
