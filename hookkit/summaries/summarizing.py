@@ -55,7 +55,7 @@ def summary(
     `fully_shard`, not after.
 
     Your hooks on the model and edits around the call are part of what it computes, and run;
-    captures and other recorders see nothing of it.
+    captures and other recorders see nothing of it, also one that the forward itself reads.
 
     Args:
         model: any module.
