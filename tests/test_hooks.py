@@ -373,3 +373,40 @@ def test_gradients_of_inputs_arrive_under_a_reentrant_checkpoint() -> None:
         checkpoint(m, x, use_reentrant=True).sum().backward()
 
     torch.testing.assert_close(h.stored[0], m.weight.sum(0, keepdim=True).detach())
+
+
+# -- fastai's `hook_fn` ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [{}, {"is_forward": False}, {"cpu": True}, {"detach": False}])
+def test_hook_fn_calls_the_function_and_stores(kind: dict[str, bool]) -> None:
+    m, x = nn.Linear(5, 3), torch.randn(4, 5)
+    seen = []
+
+    hook = Hook(m, lambda m, i, o: seen.append((m, i, o)) or o * 2, **kind)
+    hook.remove()
+    given = m(x)
+    assert hook.hook_fn(m, (x,), given) is None
+
+    assert seen[0][0] is m
+    assert torch.equal(seen[0][1][0], x)
+    assert torch.equal(seen[0][2], given)
+    assert seen[0][2].requires_grad == (not kind.get("detach", True))
+    assert torch.equal(hook.stored, given * 2)
+
+
+def test_hook_fn_of_other_hooks_stores_or_returns_what_they_are_for() -> None:
+    m, x, y = nn.Linear(5, 3), (torch.randn(4, 5),), torch.randn(4, 3)
+    output, grads = hook_output(m), hook_output(m, grad=True)
+    inputs, into = hook_input(m), hook_input(m, grad=True)
+    edit = Hook(m, lambda m, i, o: o * 2, edit=True)
+
+    for hook in (output, grads, inputs, into):
+        hook.hook_fn(m, x, (y,) if hook is grads else y)
+        hook.remove()
+
+    assert torch.equal(output.stored, y)
+    assert torch.equal(grads.stored[0], y)
+    assert torch.equal(inputs.stored[0], x[0])
+    assert torch.equal(into.stored[0], x[0])
+    assert torch.equal(edit.hook_fn(m, x, y), y * 2)
