@@ -29,44 +29,52 @@ PARTS = frozenset(
 """Operations whose result holds some of the values that they are given, or repeats them."""
 
 
+def inputs_of(node: Any) -> list[Any]:
+    """Return the nodes whose results `node` takes."""
+    return [before for before, _ in node.next_functions if before is not None]
+
+
+def walk(
+    nodes: Iterable[Any],
+    through: Callable[[Any], bool] = lambda node: True,
+    after: Callable[[Any], list[Any]] = inputs_of,
+) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield each node that is reached from `nodes`, once, with the nodes that come after it.
+
+    Args:
+        nodes: where the walk begins; they are yielded too.
+        through: whether the walk goes on after a node.
+        after: the next nodes; by default back through the graph, towards the parameters.
+    """
+    todo = list(dict.fromkeys(nodes))
+    reached = set(todo)
+    while todo:
+        node = todo.pop()
+        following = after(node)
+        yield node, following
+        new = [x for x in dict.fromkeys(following) if x not in reached] if through(node) else []
+        reached.update(new)
+        todo += new
+
+
 def graph_nodes(x: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """`(node, the nodes whose results it takes)` of all that made the tensors in `x`.
+    """Yield `(node, the nodes whose results it takes)` of all that made the tensors in `x`.
 
     Args:
         x: any structure of tensors; those without a `grad_fn` have no graph.
 
-    Cost: one step per node, on the host alone. The order is none to rely on.
+    Cost: one step per node, on the host alone. Do not rely on the order.
 
     >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> [op_name(node) for node, _ in graph_nodes({"loss": (w * 3).relu().sum()})]
     ['Sum', 'Relu', 'Mul', 'AccumulateGrad']
     """
-    return walk_back(t.grad_fn for t in leaves(x) if t.grad_fn is not None)
-
-
-def walk_back(
-    nodes: Iterable[Any], goes_on: Callable[[Any], bool] = lambda node: True
-) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield each node that is reached from `nodes`, once, with the nodes whose results it takes.
-
-    Args:
-        nodes: where the walk begins; they are yielded too.
-        goes_on: whether the walk goes on behind a node.
-    """
-    todo = list(dict.fromkeys(nodes))
-    reached = set(todo)
-    while todo:
-        node = todo.pop()
-        inputs = [before for before, _ in node.next_functions if before is not None]
-        yield node, inputs
-        new = [x for x in dict.fromkeys(inputs) if x not in reached] if goes_on(node) else []
-        reached.update(new)
-        todo += new
+    return walk(t.grad_fn for t in leaves(x) if t.grad_fn is not None)
 
 
 def users_of(x: Any) -> dict[Any, list[Any]]:
-    """Each node of the graph that made `x` → the nodes that take its result.
+    """Return, for each node of the graph that made `x`, the nodes that take its result.
 
     >>> import torch
     >>> users = users_of((torch.ones(2, requires_grad=True) * 3).relu())
@@ -82,7 +90,7 @@ def users_of(x: Any) -> dict[Any, list[Any]]:
 
 
 def op_name(node: Any) -> str:
-    """The operation of a node: `"Relu"` of a `ReluBackward0`.
+    """Return the operation of a node: `"Relu"` for a `ReluBackward0`.
 
     >>> import torch
     >>> op_name(torch.ones(2, requires_grad=True).relu().grad_fn), op_name(None)
@@ -92,32 +100,29 @@ def op_name(node: Any) -> str:
 
 
 def first_input(node: Any) -> Any:
-    """The node whose result `node` takes first; None if that needs no gradient."""
+    """Return the node whose result `node` takes first; None if that needs no gradient."""
     return node.next_functions[0][0] if node.next_functions else None
 
 
-def behind(node: Any) -> Iterator[Any]:
-    """The first inputs of a node, of that, and so on."""
-    for _ in range(8):
-        node = first_input(node)
-        if node is None:
-            return
-        yield node
-
-
 def only_input(node: Any) -> Any:
-    """The node whose result alone needs a gradient of all that `node` takes; None if not one."""
-    inputs = [before for before, _ in node.next_functions if before is not None]
+    """Return the one node whose result `node` takes; None if several of its inputs, or none, have
+    a gradient.
+    """
+    inputs = inputs_of(node)
     return inputs[0] if len(inputs) == 1 else None
 
 
-def takes_one(node: Any) -> bool:
-    """Whether only one of the inputs of an operation needs a gradient."""
-    return only_input(node) is not None
+def source(node: Any, through: Callable[[Any], bool]) -> Any:
+    """Return what made the first input of `node`: the nearest node that the walk cannot pass."""
+    for _ in range(8):
+        node = first_input(node)
+        if node is None or not through(node):
+            return node
+    return None
 
 
 def saved(node: Any, name: str) -> Any:
-    """An argument that an operation was called with, with signs; None if it is not known.
+    """Return an argument that an operation was called with, with its sign; None if not known.
 
     >>> import torch
     >>> saved(torch.ones(2, 3, requires_grad=True).sum(-1).grad_fn, "dim")
@@ -132,13 +137,13 @@ def saved(node: Any, name: str) -> Any:
 
 
 def softmax_dim(node: Any) -> int | None:
-    """The dimension of a softmax, or log softmax, as it was given; None if it is not known."""
+    """Return the dimension of a softmax, or log softmax, as it was given; None if not known."""
     dim = saved(node, "dim") if "Softmax" in op_name(node) else None
     return dim if isinstance(dim, int) else None
 
 
 def shape_of(node: Any) -> tuple[int, ...]:
-    """The shape of a node's first result; () where it is a number, or not known.
+    """Return the shape of a node's first result; () if it is a number, or not known.
 
     >>> import torch
     >>> shape_of(torch.ones(2, 3, requires_grad=True).relu().grad_fn)

@@ -2,8 +2,8 @@
 gradient passes on its way to each, and which are hidden from PyTorch. And which layers drop values.
 
 A ReLU has no parameters and is often a function, so no record shows it; the graph of one forward
-does. A layer is known there by its weight: the operation that uses it, then whatever uses that.
-The graph is walked once, by `users_of`, for all that is asked of it.
+does. There, a layer is found by its weight: the operation that uses it, then whatever uses that.
+`users_of` walks the graph once; all functions here read its result.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hookkit.autograd_graph import PARTS, SAME_VALUES, op_name
-from hookkit.modules import join, walk
+from hookkit.autograd_graph import PARTS, SAME_VALUES, inputs_of, op_name, walk
+from hookkit.modules import join, walk as walk_modules
 
 _POOLS = {"MaxPool2DWithIndices", "MaxPool3DWithIndices", "NativeDropout"}
 _PASSES_ON = SAME_VALUES | PARTS | _POOLS
-"""Operations behind which a unit that is never above 0 stays so."""
+"""Operations through which a unit that is never above 0 stays so."""
 
 Users = dict[Any, list[Any]]
 
@@ -30,10 +30,10 @@ _DROPOUTS = (
 
 
 def consumers(model: nn.Module, users: Users) -> dict[str, str | None]:
-    """Name of each module with a weight → class of the one activation that reads its output.
+    """Return, for each module with a weight, the class of the one activation that reads its output.
 
-    `"ReLU"` or `"ReLU6"`; `""` where something else reads it, or several do; None where the graph
-    does not show it (frozen, compiled, checkpointed, not run).
+    It is `"ReLU"` or `"ReLU6"`; `""` if something else reads the output, or several do; None if the
+    graph does not show it (frozen, compiled, checkpointed, not run).
 
     >>> import torch
     >>> from hookkit.autograd_graph import users_of
@@ -41,10 +41,9 @@ def consumers(model: nn.Module, users: Users) -> dict[str, str | None]:
     >>> consumers(net, users_of(net(torch.ones(4, 2))))
     {'0': 'ReLU', '2': ''}
     """
-    own = (
-        (name, dict(m.named_parameters(recurse=False))) for name, m, first in walk(model) if first
-    )
-    weights = [(name, params.get("weight")) for name, params in own]
+    weights = [
+        (name, m._parameters.get("weight")) for name, m, first in walk_modules(model) if first
+    ]
     names = {id(weight): name for name, weight in weights if weight is not None}
     found: dict[str, str | None] = dict.fromkeys(names.values())
     for leaf in _leaves(users):
@@ -56,11 +55,11 @@ def consumers(model: nn.Module, users: Users) -> dict[str, str | None]:
 
 
 def predecessors(model: nn.Module, users: Users) -> dict[str, str]:
-    """Name of each matrix → name of the matrix whose output it is given; "" where it is given data.
+    """Return, by name, the matrix whose output each matrix is given; "" if it is given data.
 
-    Of several, the one at the end of the longest chain. So a gradient on its way back passes the
-    matrix, its predecessor, that one's predecessor, and so on. Matrices are parameters of two
-    dimensions or more. Those that the graph does not show (frozen, compiled, not run) are left out.
+    If there are several, take the one at the end of the longest chain. Following predecessors then
+    gives the path that a gradient takes to the input. Matrices are parameters of two dimensions or
+    more. Matrices that the graph does not show (frozen, compiled, not run) are left out.
 
     >>> import torch
     >>> from hookkit.autograd_graph import users_of
@@ -79,8 +78,7 @@ def predecessors(model: nn.Module, users: Users) -> dict[str, str]:
     found: dict[str, str] = {}
     deepest: dict[Any, tuple[int, str]] = {}  # by node: length and end of the longest chain
     for node in _in_order(users):
-        before = [b for b, _ in node.next_functions if b is not None]
-        n, last = max((deepest[b] for b in before), default=(0, ""))
+        n, last = max((deepest[b] for b in inputs_of(node)), default=(0, ""))
         for name in used.get(node, ()):
             if n < depth.get(name, n + 1):  # its first call, of several
                 depth[name], found[name] = n, last
@@ -90,7 +88,7 @@ def predecessors(model: nn.Module, users: Users) -> dict[str, str]:
 
 
 def unregistered(model: nn.Module, opts: Iterable[Optimizer], users: Users) -> list[str]:
-    """Weights that made the output, in lists and dicts of `model` and in no optimizer: by name.
+    """Return the names of weights that made the output, in lists and dicts, and in no optimizer.
 
     PyTorch does not know of them: they are not in `model.parameters()`, and are never trained.
 
@@ -108,12 +106,12 @@ def unregistered(model: nn.Module, opts: Iterable[Optimizer], users: Users) -> l
 
 
 def dropouts(model: nn.Module) -> dict[str, float]:
-    """Name of each layer in training mode that drops values → the share that it drops.
+    """Return the share of values that each layer in training mode drops, if it drops any, by name.
 
     >>> dropouts(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.9), nn.LSTM(2, 2, 2, dropout=0.1)))
     {'1': 0.9, '2': 0.1}
     """
-    rates = {name: _rate(m) for name, m, first in walk(model) if first and m.training}
+    rates = {name: _rate(m) for name, m, first in walk_modules(model) if first and m.training}
     return {name: rate for name, rate in rates.items() if rate > 0}
 
 
@@ -126,7 +124,7 @@ def _rate(module: nn.Module) -> float:
 
 
 def _hidden(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for place, module, first in walk(model):
+    for place, module, first in walk_modules(model):
         for key, held in vars(module).items() if first else ():
             if key.startswith("_") or not isinstance(held, (list, tuple, dict)):
                 continue
@@ -139,13 +137,13 @@ def _hidden(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _leaves(users: Users) -> list[Any]:
-    """The nodes that stand for parameters."""
+    """Return the nodes that stand for parameters."""
     return [node for node in users if hasattr(node, "variable")]
 
 
 def _in_order(users: Users) -> Iterator[Any]:
-    """The nodes, each after those whose results it takes."""
-    waits = {node: len({b for b, _ in node.next_functions if b is not None}) for node in users}
+    """Yield the nodes, each after those whose results it takes."""
+    waits = {node: len({*inputs_of(node)}) for node in users}
     ready = [node for node, n in waits.items() if not n]
     while ready:
         node = ready.pop()
@@ -157,15 +155,13 @@ def _in_order(users: Users) -> Iterator[Any]:
 
 
 def _ends(users: Users, node: Any) -> list[Any]:
-    """The users of `node`, through operations that pass values on; `node` if it has none."""
-    ends: list[Any] = []
-    todo, reached = [node], {node}
-    while todo:
-        for user in users[todo.pop()]:
-            if user not in reached:
-                reached.add(user)
-                (todo if op_name(user) in _PASSES_ON else ends).append(user)
-    return ends or [node]
+    """Return the users of `node`, through operations that pass values on; `node` if it has none."""
+
+    def passes_on(other: Any) -> bool:
+        return other is node or op_name(other) in _PASSES_ON
+
+    reached = walk([node], passes_on, after=users.__getitem__)
+    return [end for end, _ in reached if not passes_on(end)] or [node]
 
 
 def _kind(node: Any) -> str | None:

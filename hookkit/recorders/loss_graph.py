@@ -1,13 +1,11 @@
 """What the autograd graph of a loss shows: which of PyTorch's losses it is, and mistakes in it.
 
-Builds on `autograd_graph`. Everything is read from operations and from the shapes of their results,
-never from values. A loss is looked at from its root down to the last layers of the model: what lies
-behind a layer is no part of it.
+Builds on `autograd_graph`. Reads operations and the shapes of their results, never values. The walk
+goes from the root of a loss back to the last layers of the model, and stops there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -16,14 +14,13 @@ from hookkit.autograd_graph import (
     PARTS,
     SAME_ORDER,
     SAME_VALUES,
-    behind,
     first_input,
     only_input,
     op_name,
     shape_of,
     softmax_dim,
-    takes_one,
-    walk_back,
+    source,
+    walk,
 )
 
 _LOSSES = {
@@ -47,26 +44,23 @@ _GIVES_SCORES = _LAYERS | {"Relu", "Gelu", "Silu", "Tanh"}
 """Operations whose results are no logarithms of probabilities, since they can be above 0."""
 
 _CLAMPS = frozenset(("Clamp", "ClampMin", "ClampMax"))
-_SAME_KIND = SAME_VALUES | PARTS | _CLAMPS
-"""Operations that give probabilities if they are given some, and scores for scores."""
-
 _ADDS = SAME_VALUES | {"Add", "Sum", "Mean", "Stack", "Cat"}
 _SUMS = frozenset(("Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Minimum", "Maximum", "Relu"))
 
 
 def loss_facts(root: Any) -> dict[str, Any]:
-    """What is known of the loss whose `grad_fn` is `root`, also after its backward pass.
+    """Return what is known of the loss whose `grad_fn` is `root`, also after its backward pass.
 
     Returns:
         Of these, what applies:
 
         loss_func: the function, if the loss is the mean of one of PyTorch's own.
         n_classes: the size of the classes' dimension, if that is a cross entropy.
-        loss_input: `"Softmax"` or `"Sigmoid"` where a loss that applies its own is given what one
-            of them gives; `"probabilities"` or `"scores"` where one that expects logarithms of
-            probabilities is given those.
-        softmax_dim: in words, where the softmax before the loss is not over the classes.
-        broadcast: in words, where one column is compared with, or multiplied by, each element of a
+        loss_input: `"Softmax"` or `"Sigmoid"` if a loss that applies its own is given the result of
+            one; `"probabilities"` or `"scores"` if a loss that expects logarithms of probabilities
+            is given those.
+        softmax_dim: in words, if the softmax before the loss is not over the classes.
+        broadcast: in words, if one column is compared with, or multiplied by, each element of a
             row, and only the mean or sum of all is used.
 
     >>> import torch
@@ -75,15 +69,17 @@ def loss_facts(root: Any) -> dict[str, Any]:
     {'loss_func': 'cross_entropy', 'n_classes': 3, 'loss_input': 'Softmax'}
     """
     facts = _identity(root)
-    terms = list(_terms(root))
+    # what is only added, scaled and clipped before the loss
+    terms = [node for node, _ in walk([root], _hands_on)]
     averaged = {first_input(term) for term in terms if op_name(term) in ("Pow", "Abs", "Mul")}
     for node in terms:
         if _given_to_kl(node) in ("Softmax", "probabilities"):
             facts["loss_input"] = "probabilities"
         if op_name(node) == "Mul" and (shapes := _all_with_all(node)):
             facts["broadcast"] = "{} is multiplied by {}, which makes {}".format(*shapes)
-    for node in _loss_nodes(root):
-        name = op_name(node)
+    for node, _ in walk([root], lambda node: op_name(node) not in _LAYERS):
+        if (name := op_name(node)) in _LAYERS:
+            continue
         if wrong := _wrong_input(node):
             facts["loss_input"] = wrong
         if name in _OF_LOGARITHMS and (dim := _wrong_dim(node)):
@@ -116,7 +112,7 @@ def is_found(loss: Tensor) -> bool:
         if name == "_DDPSink":  # DistributedDataParallel hands its outputs on
             inputs = inputs[number : number + 1]
         elif name in ("Mul", "Div", "Sub"):  # by a number, or a number less
-            if not takes_one(node) or (name != "Mul" and first_input(node) is None):
+            if only_input(node) is None or (name != "Mul" and first_input(node) is None):
                 return False
         elif name not in _ADDS | _CLAMPS | {"NanToNum", "Where"}:
             return False
@@ -125,8 +121,8 @@ def is_found(loss: Tensor) -> bool:
 
 
 def _identity(root: Any) -> dict[str, Any]:
-    """`loss_func` and `n_classes`."""
-    node = _source(root, SAME_VALUES) if op_name(root) in SAME_VALUES else root
+    """Return `loss_func` and `n_classes`, if the loss is one of PyTorch's own."""
+    node = source(root, _same_values) if _same_values(root) else root
     name = op_name(node)
     # Private: `_saved_reduction`, the loss's `reduction` as its node keeps it (since 1.9); 1 is the
     # mean. Without it a sum is taken for a mean.
@@ -134,7 +130,7 @@ def _identity(root: Any) -> dict[str, Any]:
         known = _LOSSES[name]
         if known != "nll_loss":
             return {"loss_func": known}
-        scores, shape = _source(node, SAME_VALUES), shape_of(first_input(node))
+        scores, shape = source(node, _same_values), shape_of(first_input(node))
         known = "cross_entropy" if op_name(scores) == "LogSoftmax" else known
         classes = {"n_classes": shape[min(1, len(shape) - 1)]} if shape else {}
         return {"loss_func": known, **classes}
@@ -147,56 +143,50 @@ def _identity(root: Any) -> dict[str, Any]:
     return {}
 
 
-def _loss_nodes(root: Any) -> Iterator[Any]:
-    """Yield the operations between the model's last layers and the loss."""
-    inside = walk_back([root], lambda node: op_name(node) not in _LAYERS)
-    return (node for node, _ in inside if op_name(node) not in _LAYERS)
-
-
-def _terms(root: Any) -> Iterator[Any]:
-    """Yield the operations whose results are only added, scaled and clipped before the loss."""
-    return (node for node, _ in walk_back([root], _hands_on))
+def _scales(node: Any) -> bool:
+    """Return whether a node multiplies or divides by something without a gradient."""
+    return op_name(node) in ("Mul", "Div") and only_input(node) is not None
 
 
 def _hands_on(node: Any) -> bool:
-    scaled = op_name(node) in ("Mul", "Div") and takes_one(node)
-    return scaled or op_name(node) in SAME_VALUES | _SUMS | _CLAMPS
+    return _scales(node) or op_name(node) in SAME_VALUES | _SUMS | _CLAMPS
 
 
-def _source(node: Any, through: frozenset[str], scaled: bool = False) -> Any:
-    """What made the first input of `node`, behind operations in `through` (and factors)."""
-    for before in behind(node):
-        by_factor = scaled and op_name(before) in ("Mul", "Div") and takes_one(before)
-        if op_name(before) not in through and not by_factor:
-            return before
-    return None
+def _same_values(node: Any) -> bool:
+    return op_name(node) in SAME_VALUES
+
+
+def _same_kind(node: Any) -> bool:
+    """Return whether a node gives probabilities if it is given some, and scores for scores."""
+    return op_name(node) in SAME_VALUES | PARTS | _CLAMPS
 
 
 def _kind(node: Any) -> str:
-    """`"Softmax"`, `"Sigmoid"` or `"scores"` for what a node gives; "" if it is none of them."""
+    """Return what a node gives: `"Softmax"`, `"Sigmoid"`, `"scores"`, or "" if none of them."""
     name = op_name(node)
     if name == "Softmax" or (name == "Exp" and op_name(first_input(node)) == "LogSoftmax"):
         return "Softmax"
     if name == "Add":  # of a bias, where a layer's input is not contiguous
-        name = op_name(_source(node, SAME_VALUES))
+        name = op_name(source(node, _same_values))
     return "Sigmoid" if name == "Sigmoid" else "scores" if name in _GIVES_SCORES else ""
 
 
 def _wrong_input(node: Any) -> str:
-    """`loss_input` for one operation of a loss."""
+    """Return `loss_input` for one operation of a loss."""
     name = op_name(node)
     if name in _OF_LOGARITHMS:
-        given = _kind(_source(node, _SAME_KIND))
+        given = _kind(source(node, _same_kind))
         return "probabilities" if given in ("Softmax", "Sigmoid") else given
     if name not in ("LogSoftmax", "BinaryCrossEntropyWithLogits"):
         return ""
-    # divided by a temperature, as a distillation does
-    given = _kind(_source(node, _SAME_KIND, scaled=name == "LogSoftmax"))
+    # a distillation divides by a temperature
+    divides = name == "LogSoftmax"
+    given = _kind(source(node, lambda n: _same_kind(n) or (divides and _scales(n))))
     return given if given in ("Softmax", "Sigmoid") else ""
 
 
 def _given_to_kl(total: Any) -> str:
-    """What `F.kl_div` is given as logarithms, if `total` is its sum or mean.
+    """Return what `F.kl_div` is given as logarithms, if `total` is its sum or mean.
 
     It computes t log(t) - t x. The first part of the difference needs no gradient.
     """
@@ -205,12 +195,13 @@ def _given_to_kl(total: Any) -> str:
         return ""
     product = parts.next_functions[1][0]
     given = only_input(product) if op_name(product) == "Mul" else None
-    return _kind(_source(given, _SAME_KIND) if op_name(given) in _SAME_KIND else given)
+    return _kind(source(given, _same_kind) if _same_kind(given) else given)
 
 
 def _wrong_dim(loss: Any) -> str:
-    """In words, if the softmax before a likelihood is not over the dimension of its classes."""
-    node = _source(loss, SAME_ORDER)  # beyond other operations dimensions may change places
+    """Say so if the softmax before a likelihood is not over the dimension of its classes."""
+    # other operations may swap dimensions
+    node = source(loss, lambda node: op_name(node) in SAME_ORDER)
     shape, dim = shape_of(node), softmax_dim(node)
     if op_name(node) != "LogSoftmax" or not shape or dim is None:
         return ""
@@ -220,10 +211,10 @@ def _wrong_dim(loss: Any) -> str:
 
 
 def _all_with_all(node: Any) -> tuple[tuple[int, ...], ...]:
-    """The shapes of both operands and the result, if (n, 1, …) and (n, …) make (n, n, …).
+    """Return the shapes of both operands and the result, if (n, 1, …) and (n, …) make (n, n, …).
 
-    One operand, the targets, needs no gradient: where both do, as in a ranking loss, all pairs are
-    meant. So they are where a dimension was added on purpose, as in x[:, None] - y.
+    One operand, the targets, needs no gradient. All pairs are meant if both do, as in a ranking
+    loss, or if a dimension was added on purpose, as in x[:, None] - y.
     """
     before = only_input(node)
     expands = op_name(before) == "Expand"
