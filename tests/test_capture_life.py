@@ -37,10 +37,10 @@ def x() -> Tensor:
 
 
 def state(model: nn.Module) -> list[Any]:
-    """Everything that a guest could leave on a module, without PyTorch's own backward mark."""
+    """Everything that a guest could leave on a module."""
     found = []
     for name, m in model.named_modules():
-        hooks = [(key, list(held)) for key, held in vars(m).items() if "_hooks" in key and held]
+        hooks = [(key, list(held)) for key, held in vars(m).items() if "hook" in key and held]
         found.append((name, id(m), sorted(vars(m)), hooks))
     return found
 

@@ -19,7 +19,6 @@ NAMES = [
     "torch._lazy_clone",
     "torch._C._current_graph_task_id",
     "torch.compiler._is_exporting_flag",
-    "torch._C._functorch",
     "torch._C._are_functorch_transforms_active",
 ]
 # Without functorch's names what it wraps cannot be taken out of its wrapper; without the number of

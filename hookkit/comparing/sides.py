@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from hookkit.errors import ArgumentError, HookError, OptionError, missing_extra
 from hookkit.hooks.attach import Switch, attach
 from hookkit.hooks.calls import recomputing
-from hookkit.hooks.values import is_transformed, snapshot
+from hookkit.hooks.values import is_transforming, snapshot
 from hookkit.modelinfo.untouched import real_inputs, untouched
 from hookkit.modules import join, submodules
 from hookkit.nested import Inputs, Parts, describe, leaves, parts_in
@@ -73,7 +73,7 @@ class Side:
 
 def copied_parts(parts: Parts) -> Parts:
     """`parts` with snapshots of the tensors, which no later operation in place changes."""
-    if any(isinstance(t, Tensor) and is_transformed(t) for _, t in parts):
+    if is_transforming():
         raise HookError(
             f"{WHO}: a layer is called inside a transform of torch.func (vmap, grad), which ends "
             "before its tensors can be compared. Leave it out: modules= names the others."

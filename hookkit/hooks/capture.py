@@ -41,13 +41,13 @@ def hook_output(
     `stored` has the structure of the output: tuples, lists, dicts, deques and dataclasses, with
     copies of the tensors. Another object that holds tensors (a KV cache, a set) is stored as it is.
 
-    With `grad` it is a tuple with the gradient of each tensor of the output (None where none
-    arrived), filled in by the backward pass: that of all uses of the tensor, as `retain_grad()`
-    gives it. So where the module makes one of its outputs from another, that use counts. Where it
-    returns its input, or one tensor twice, each place has a gradient of its own, but in a list or
-    dict that it was given; an input that it returns, and that is written in place or not used
-    after it, has the gradient of all its uses. Any other view whose memory is written in place
-    later has none. For values and gradients of one run make two hooks:
+    With `grad` it is a tuple that the backward pass fills in: the gradient of each tensor of the
+    output, or None where none arrived. As `retain_grad()` gives it, a gradient includes every use
+    of the tensor, also a use inside the module. If the module returns its input, or the same tensor
+    twice, each returned place has a gradient of its own. There are two exceptions, which have the
+    gradient of all uses: tensors in a list or dict that the caller owns, and a returned input that
+    is written in place or not used afterwards. Any other view that is later written in place has
+    None. For values and gradients of one run make two hooks:
     `with hook_outputs(ms) as v, hook_outputs(ms, grad=True) as g:`.
 
     Args:
@@ -133,14 +133,13 @@ def hook_input(
 ) -> Hook:
     """Store what `module` is called with, as `Inputs`, before the module can change it.
 
-    With `grad=True` the gradients of that: a tuple with one entry for each tensor among the
-    positional inputs and then the keyword inputs, None where none arrived. Each comes to the module
-    as a view, which has a gradient of its own. A layer with `inplace=True` gets the tensor itself,
-    and each layer the lists and dicts themselves, which it may change for its caller: the gradient
-    of a tensor there is that of all its uses. `MultiheadAttention`, which tests `query is key`,
-    computes its projections one by one, and the last digits can differ; and where an input has
-    several uses (a residual), gradients of the layers before can differ in the last digits, since
-    they are summed in another order.
+    With `grad=True` it stores a tuple with the gradient of each tensor among the positional inputs,
+    then the keyword inputs; None where none arrived. The module gets each tensor as a view, which
+    has a gradient of its own. There are two exceptions, which have the gradient of all uses: the
+    input of a layer with `inplace=True`, and tensors in lists and dicts, which a module may change
+    for its caller. Last digits can differ from a run without the hook: `MultiheadAttention` tests
+    `query is key`, and then computes its projections one by one; and gradients of an input with
+    several uses (a residual) are summed in another order.
 
     Args:
         module: the layer.

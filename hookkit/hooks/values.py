@@ -23,15 +23,10 @@ if TYPE_CHECKING:
 # Private: `torch._lazy_clone` copies a tensor on its first write (copy-on-write, CPU, since 2.2).
 # Without it each snapshot is a full copy.
 lazy_clone: Callable[[Tensor], Tensor] = getattr(torch, "_lazy_clone", Tensor.clone)
-# Private: whether a transform of torch.func (vmap, grad) is active (since 2.0). Without it
-# recorders treat its tensors as plain ones.
+# Private: whether a transform of torch.func (vmap, grad) is active, whose tensors end with it
+# (since 2.0). Without it recorders treat them as plain ones.
 is_transforming: Callable[[], bool] = getattr(
     torch._C, "_are_functorch_transforms_active", lambda: False
-)
-# Private: whether torch.func has wrapped a tensor (since 2.0). Without it such tensors are taken as
-# they are.
-is_transformed: Callable[[Tensor], bool] = getattr(
-    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda t: False
 )
 is_grad_enabled = torch.is_grad_enabled
 _ORDINARY = (Tensor, nn.Parameter)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hookkit.devices import widest_float
-from hookkit.hooks.values import is_transformed
+from hookkit.hooks.values import is_transforming
 
 FIELDS = ("calls", "n", "mean", "m2", "min", "max", "near", "zero", "bad")
 EMPTY = (0.0, 0.0, 0.0, 0.0, math.inf, -math.inf, 0.0, 0.0, 0.0)
@@ -58,7 +58,7 @@ def plain(t: Tensor) -> Tensor | None:
         t = t.as_subclass(Tensor)
     if t.layout is not torch.strided or t.is_nested or t.is_meta or t.is_quantized:
         return None
-    if is_transformed(t) or not has_numbers(t.dtype):
+    if is_transforming() or not has_numbers(t.dtype):
         return None
     if not t.is_complex():
         return t.resolve_neg()
