@@ -56,7 +56,8 @@ bases += ", Exception, object"
 # own list, as a callback of one's own may define them.
 not_called = "cleanup_fit, state_dict, load_state_dict, of, of_named, made, register, switch"
 not_called += ", removed, silent, never_called, holds_callbacks, in_closure, finds_opts"
-not_called += ", stepped_opts, all_batches, extra_repr"
+not_called += ", stepped_opts, all_batches, extra_repr, find_methods, keep_rates, rates_of"
+not_called += ", pause_recorders, run_since, cbs_by_name"
 autodoc_default_options = {
     "members": True,
     "inherited-members": bases,

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hookkit.bridges import Bridge
 from hookkit.callbacks import Callback
-from hookkit.errors import ArgumentError, MissingExtraError, OptionError
+from hookkit.errors import MissingExtraError, OptionError
 from hookkit.recorders import ActivationStats, FlightRecorder, ParamStats
 from hookkit.records import Run
 from hookkit.training import watch
@@ -331,31 +331,6 @@ def test_a_bad_step_of_lightning_is_skipped(tmp_path, by_hand: bool):
     assert all(p.isfinite().all() for p in module.parameters())
 
 
-def axes(watcher) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-    """Steps and epochs of what was recorded, and those of the rows by epoch."""
-    run = watcher.run_record()
-    rows = [(row["epoch"], row["step"]) for row in run.valid]
-    return run.params.steps.tolist(), run.params.epochs.tolist(), rows
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("at", [5, N])
-def test_a_resumed_training_of_lightning_goes_on_with_its_numbers(tmp_path, at: int):
-    pl = pytest.importorskip("lightning.pytorch")
-    save = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=at)
-    first, later = (bridge_of("lightning", ParamStats()) for _ in range(2))
-    trainer = lightning_trainer(tmp_path, 1, first, save, enable_checkpointing=True)
-    trainer.fit(lightning_module("self"), loader(), loader())
-
-    again = lightning_trainer(tmp_path, 1, later, max_epochs=3)
-    again.fit(lightning_module("self"), loader(), loader(), ckpt_path=tmp_path / f"step={at}.ckpt")
-
-    steps = list(range(at, 3 * N))
-    rows = [(epoch, (epoch + 1) * N - 1) for epoch in range(at // N, 3)]
-    assert axes(later.watcher) == (steps, [step // N for step in steps], rows)
-    assert later.watcher.n_steps == len(later.watcher.losses) == len(steps)
-
-
 class GoesOn(DataLoader):
     """Goes on within an epoch, as torchdata's StatefulDataLoader."""
 
@@ -458,9 +433,3 @@ def test_a_library_s_own_epoch_and_step_take_no_other_s_place():
 
     logged = {"logged_epoch": 0.5, "logged_step": 7.0, "accuracy": 1.0}
     assert bridge.watcher.run_record().valid == [{"epoch": 0, "step": 0, **logged}]
-
-
-@pytest.mark.parametrize("given", ["ActivationStats", [Callback()], nn.Linear])
-def test_what_is_no_callback_is_refused_before_a_training_begins(given):
-    with pytest.raises(ArgumentError, match=r"expected a callback, found .*Give a Callback"):
-        Bridge(Callback, given)

@@ -141,23 +141,6 @@ def test_a_rollout_within_a_batch_is_not_recorded():
     assert seen == [True, False, True, True, True]
 
 
-@pytest.mark.parametrize("marked", [False, True])
-def test_accumulated_batches_end_without_a_step(marked: bool):
-    model, opt, log = logged()
-
-    with watch(model, opt, log) as w:
-        for i, x in enumerate(batches(4)):
-            if marked:
-                w.batch()
-            model(x).sum().backward()
-            if i % 2:
-                opt.step()
-
-    half = ["before_batch", "after_pred", "after_batch"]
-    assert log.events == OPEN + (half + BATCH) * 2 + CLOSE
-    assert (w.n_steps, w.loop.train_iter) == (2, 4)
-
-
 @pytest.mark.parametrize("given", [0.5, net()])
 def test_what_is_no_closure_reaches_the_step_as_it_was_given(given: object):
     class Own(torch.optim.SGD):
@@ -432,15 +415,18 @@ def test_the_steps_of_an_optimizer_without_step_hooks_are_reported(cancelled: bo
         np.testing.assert_allclose(w.param_stats.record().values[name], values, rtol=1e-5)
 
 
-@pytest.mark.parametrize("within", ["step", "closure"])
+@pytest.mark.parametrize("within", ["step", "closure", "cancelled step"])
 def test_after_a_step_that_raised_the_loop_may_go_on(within: str):
     model, log = net(), Log()
     opt = Fancy(model.parameters(), lr=0.1)
 
     with watch(model, opt, log) as w:
-        opt.fails = within == "step"
+        opt.fails = within != "closure"
+        cancel = raising("before_step", CancelStepException)
+        w.loop.add_cbs([cancel] * within.startswith("cancelled"))
         with pytest.raises(ZeroDivisionError):
             train(model, opt, 1) if opt.fails else opt.step(lambda: 1 / 0)
+        w.loop.remove_cb(cancel)
         opt.fails = False
         train(model, opt, 2)
 
