@@ -126,14 +126,12 @@ class RunningStats:
         self._unscaled = False
         self._rows: dict[str, int] = {}
         self._dtypes: dict[int, torch.dtype] = {}
-        self._dims: dict[tuple[int, int], int | None] = {}  # of units, by row and `ndim`
-        self._before: units.Before | None = None  # the last tensor whose units are known
         self._input_rms: dict[int, list[Any]] = {}  # by row, one for each call
         self._lock = Lock()
         self._small = SmallArrays(self.options.eps, self.options.bins)
         self._batch: Entries = {}
         self._step: Entries = {}  # of the batches before this one
-        self._window = units.Units()
+        self._units = units.Units()
         fields = {"moments": MOMENTS}
         if self.options.bins is not None:
             fields["hist"] = sums(self.options.bins.n, int)
@@ -170,7 +168,9 @@ class RunningStats:
         self._dtypes[row] = x.dtype
         if self.unscale is not None:
             self._unscaled, x = True, widened(x) * self.unscale
-        dim = self._dim(row, t) if self.options.units and x.numel() and x.ndim else None
+        dim = None
+        if self.options.units and x.numel():
+            dim = self._units.dim(row, self.types[row], t)
         entry = self._on_host(x, row, dim) if x.is_cpu else self._on_device(x, row, dim)
         with self._lock:  # DataParallel's replicas run in threads
             batch = self._batch
@@ -181,11 +181,7 @@ class RunningStats:
         x = (t if t.dtype is torch.float32 else widened(t)).numpy()
         alive, full, bins = None, None, self.options.bins
         if self.options.units:
-            with np.errstate(all="ignore"):
-                alive = None if dim is None else units.alive_in_array(x, dim)
-                middle = units.middle(self.types[row])
-                if middle is not None and x.size:
-                    full = float(np.count_nonzero(np.abs(x - middle) > 0.97 * (1 - middle)))
+            alive, full = units.look_at_array(x, self.types[row], dim)
         if 0 < x.size <= SMALL and x.dtype == np.float32:
             with self._lock:
                 number = self._small.add(x)
@@ -206,30 +202,15 @@ class RunningStats:
 
     def _on_device(self, x: Tensor, row: int, dim: int | None) -> Entry:
         values, eps = flat(x), self.options.eps
-        samples: list[Tensor] | None = None
-        alive: Tensor | None = None
-        full: Tensor | None = None
+        samples, alive, full = None, None, None
         with torch.inference_mode(False), torch.no_grad():
             fused = triton_rows.serves(x.device)
             moment = triton_rows.sums_of(values, eps) if fused else moments(widened(values), eps)
             if self.options.bins is not None:
                 samples = [narrowed_tensor(values[sample_of(len(values), self.table.n_steps)])]
-            if self.options.units and not (x.is_floating_point() and x.dtype.itemsize > 1):
-                x = widened(x)  # bool and float8 have no arithmetic
-            if dim is not None:
-                alive = units.alive_in_tensor(x, dim)
-            middle = units.middle(self.types[row]) if self.options.units and x.numel() else None
-            if middle is not None:
-                full = ((x - middle).abs() > 0.97 * (1 - middle)).sum().to(torch.float32)
+            if self.options.units:
+                alive, full = units.look_at_tensor(x, self.types[row], dim)
         return Entry(moment, (), samples, alive, full)
-
-    def _dim(self, row: int, t: Tensor) -> int | None:
-        key = row, t.ndim
-        if key not in self._dims:
-            self._dims[key] = units.channel_dim(self.types[row], t, self._before)
-        if (dim := self._dims[key]) is not None:
-            self._before = t.shape, dim
-        return dim
 
     def update_inputs(self, row: int, inputs: Any) -> None:
         """Keeps the RMS of the first tensor that a layer is given, if it has floats."""
@@ -266,7 +247,7 @@ class RunningStats:
         sent = {row: e for row, e in entries.items() if isinstance(e.row, Tensor)}
         wait = _send(sent, self.options.bins) if sent else None
         # without `self`, which holds the table: the two would wait for the garbage collector
-        parts = self.table.n_steps, self.table.fields, self.names, self.options, self._window
+        parts = self.table.n_steps, self.table.fields, self.names, self.options, self._units
         self.table.later((step, epoch, iteration), partial(_numbers, entries, wait, *parts))
 
     # --- reading
@@ -354,13 +335,13 @@ class RunningStats:
     def dead(self, name: str) -> Any:
         """Return (units,) bool of a layer's units over the window; None if they are not known."""
         self.table.settle()
-        return self._window.dead(self._rows.get(name, -1))
+        return self._units.dead(self._rows.get(name, -1))
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: without the step under way, which is on its device."""
         self.table.settle()
         self._rms_by_name()
-        gone = dict.fromkeys(("token", "unscale", "thread", "_lock", "_before", "_small"))
+        gone = dict.fromkeys(("token", "unscale", "thread", "_lock", "_small"))
         return {**vars(self), **gone, "_step": {}, "_batch": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

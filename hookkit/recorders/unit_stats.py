@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hookkit.autograd_graph import op_name
+from hookkit.recorders.moments import widened
 
 WINDOW = 50
 """Records that a judgement looks back on."""
@@ -78,41 +79,57 @@ def is_clamped(consumers: Mapping[str, Any], name: str, kind: str) -> bool:
     return kind in CLAMPING or consumers.get(name) in CLAMPING
 
 
-def middle(kind: str) -> float | None:
-    """The middle of the range of a bounded activation; None for other classes of modules.
+def _middle(kind: str) -> float | None:
+    """Return the middle of the range of a bounded activation; None for other classes of modules.
 
-    >>> middle("Hardtanh"), middle("Sigmoid"), middle("ReLU")
+    >>> _middle("Hardtanh"), _middle("Sigmoid"), _middle("ReLU")
     (0.0, 0.5, None)
     """
     ends = (value for name, value in _FLAT_ENDS.items() if kind.lower().endswith(name.lower()))
     return next(ends, None)
 
 
-def alive_in_array(x: Any, dim: int) -> Any:
-    """(units,) bool: whether any value of each unit of an array is above 0, or NaN.
+def look_at_array(x: Any, kind: str, dim: int | None) -> tuple[Any, Any]:
+    """Return what a layer's output says of its units.
 
-    The batch is read in parts until all units are.
+    Returns:
+        (units,) bool, whether any value of each is above 0, or NaN: None if `dim` is. And how many
+        values are at the flat ends of a bounded activation: None of other classes.
     """
-    if not dim:
-        return ~(x.reshape(len(x), -1).max(1) <= 0)
-    alive, axes = np.zeros(x.shape[dim], bool), tuple(d for d in range(x.ndim) if d != dim)
-    at_once = max(_PART * len(x) // x.size, 1)
-    for start in range(0, len(x), at_once):
-        alive |= ~(x[start : start + at_once].max(axes) <= 0)
-        if alive.all():
-            break
-    return alive
+    with np.errstate(all="ignore"):  # the user's own setting may raise
+        middle, full = _middle(kind), None
+        if middle is not None and x.size:
+            full = float(np.count_nonzero(np.abs(x - middle) > 0.97 * (1 - middle)))
+        if dim is None or not x.size:
+            return None, full
+        if not dim:
+            return ~(x.reshape(len(x), -1).max(1) <= 0), full
+        alive, axes = np.zeros(x.shape[dim], bool), tuple(d for d in range(x.ndim) if d != dim)
+        at_once = max(_PART * len(x) // x.size, 1)
+        for start in range(0, len(x), at_once):  # in parts, until all units are alive
+            alive |= ~(x[start : start + at_once].max(axes) <= 0)
+            if alive.all():
+                break
+        return alive, full
 
 
-def alive_in_tensor(x: Tensor, dim: int) -> Tensor:
-    """The same of a tensor, on its device."""
-    return ~((x.amax([d for d in range(x.ndim) if d != dim]) if x.ndim > 1 else x) <= 0)
+def look_at_tensor(x: Tensor, kind: str, dim: int | None) -> tuple[Any, Any]:
+    """Return the same of a tensor, on its device."""
+    middle = _middle(kind)
+    alive = full = None
+    if x.numel() and not (x.is_floating_point() and x.dtype.itemsize > 1):
+        x = widened(x)  # bool and float8 have no arithmetic
+    if middle is not None and x.numel():
+        full = ((x - middle).abs() > 0.97 * (1 - middle)).sum().to(torch.float32)
+    if dim is not None and x.numel():
+        alive = ~((x.amax([d for d in range(x.ndim) if d != dim]) if x.ndim > 1 else x) <= 0)
+    return alive, full
 
 
 def either(a: Any, b: Any) -> Any:
-    """The units that are alive in one of two calls; None is of one without values.
+    """Return the units that are alive in one of two calls; None is of a call without values.
 
-    Those of `b` alone if there are other units now.
+    If there are other units now, those of `b` alone.
     """
     if a is None or b is None:
         return b if a is None else a
@@ -120,14 +137,25 @@ def either(a: Any, b: Any) -> Any:
 
 
 class Units:
-    """The living units of each row, in the two halves of the window."""
+    """The units of each row: their dimension, and which lived in the two halves of the window."""
 
     def __init__(self) -> None:
+        self._dims: dict[tuple[int, int], int | None] = {}  # by row and `ndim`
+        self._before: Before | None = None  # the last tensor whose units are known
         self._older: dict[int, Any] = {}
         self._newer: dict[int, Any] = {}
 
+    def dim(self, row: int, kind: str, t: Tensor) -> int | None:
+        """Return `channel_dim` of a row's output, which is found once."""
+        key = row, t.ndim
+        if key not in self._dims:
+            self._dims[key] = channel_dim(kind, t, self._before) if t.ndim else None
+        if (dim := self._dims[key]) is not None:
+            self._before = t.shape, dim
+        return dim
+
     def after(self, alive: dict[int, Any], n: int) -> dict[int, float]:
-        """Adds record `n`: the share of dead units of each row that ran in it."""
+        """Adds record `n`; returns the share of dead units of each row that ran in it."""
         for row, found in alive.items():
             self._newer[row] = either(self._newer.get(row), found)
         shares = {row: float(self.dead(row).mean()) for row in alive}
@@ -136,6 +164,6 @@ class Units:
         return shares
 
     def dead(self, row: int) -> Any:
-        """(units,) bool; None if the row did not run, or its units are not known."""
+        """Return (units,) bool; None if the row did not run, or its units are not known."""
         alive = either(self._older.get(row), self._newer.get(row))
         return None if alive is None else ~alive
