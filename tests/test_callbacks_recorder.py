@@ -74,6 +74,13 @@ def test_losses_are_the_debiased_average_and_a_second_fit_adds_and_smooths_anew(
     a, b, c = keep.train[9:]
     np.testing.assert_allclose(learn.run_record().losses[9:], [(a + b) / 2, c], rtol=1e-6)
 
+    late = Recorder()  # of one fit, beside the other
+    learn.fit(1, cbs=late)
+    learn.fit(1)
+    assert len(late.losses) == len(late.lrs) == late.iters[0] == 3
+    assert len(rec.losses) == len(learn.losses) == 18
+    assert len(learn.run_record().valid) == 6
+
     learn = quiet()  # a batch made by hand
     learn.create_opt()
     learn.training = True
