@@ -41,10 +41,11 @@ def consumers(model: nn.Module, users: Users) -> dict[str, str | None]:
     >>> consumers(net, users_of(net(torch.ones(4, 2))))
     {'0': 'ReLU', '2': ''}
     """
-    weights = [
-        (name, m._parameters.get("weight")) for name, m, first in walk_modules(model) if first
-    ]
-    names = {id(weight): name for name, weight in weights if weight is not None}
+    names = dict[int, str]()
+    for name, m, first in walk_modules(model):
+        weight = dict(m.named_parameters(recurse=False)).get("weight") if first else None
+        if weight is not None:
+            names[id(weight)] = name
     found: dict[str, str | None] = dict.fromkeys(names.values())
     for leaf in _leaves(users):
         name = names.get(id(leaf.variable))
