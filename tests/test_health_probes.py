@@ -84,6 +84,21 @@ def test_only_the_first_batches_of_plain_tensors_are_looked_at():
     assert pickle.loads(pickle.dumps(probes)).read(MANY)["batches"] == [MANY, 1]
 
 
+def test_after_the_first_steps_nothing_is_probed(monkeypatch):
+    def loop(model, opt, w):
+        for i in range(MANY + 3):
+            if i == MANY:
+                for name in ("see_batch", "see_scores", "see_loss", "see_step", "end_step"):
+                    monkeypatch.delattr(TrainingProbes, name)
+            loss = model(torch.randn(4, 4)).mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            w.loss(loss)
+
+    assert info_of(loop)["batches"] == [MANY, MANY]
+
+
 # --- the loss
 
 
@@ -170,12 +185,15 @@ def test_a_first_step_that_is_still_accumulated_is_not_missed():
 
 
 @pytest.mark.filterwarnings("ignore::hookkit.errors.NeverFiredWarning")
-@pytest.mark.parametrize(("first_in_eval", "expected"), [(2, [4, 6]), (6, None)])
+@pytest.mark.parametrize(
+    ("first_in_eval", "n", "expected"),
+    [(2, 6, [4, 6]), (6, 6, None), (MANY + 2, MANY + 4, [2, MANY + 4])],
+)
 def test_steps_in_eval_mode_are_counted_and_validation_between_steps_is_not(
-    first_in_eval, expected
+    first_in_eval, n, expected
 ):
     def loop(model, opt, w):
-        for i in range(6):
+        for i in range(n):
             model.eval()
             model(torch.randn(4, 4))
             model.train(i < first_in_eval)
