@@ -96,7 +96,7 @@ def count(x: Any, bins: LogBins | RangeBins) -> Any:
 
 
 def narrowed(x: Any) -> Any:
-    """An array in float32, in which finite values stay finite."""
+    """Return an array in float32, in which finite values stay finite."""
     if x.dtype == np.float32:
         return x
     most = np.finfo(np.float32).max
@@ -104,7 +104,7 @@ def narrowed(x: Any) -> Any:
 
 
 def narrowed_tensor(x: Tensor) -> Tensor:
-    """The same of a tensor, and a copy of it."""
+    """Return the same of a tensor, and a copy of it."""
     if x.dtype is torch.float64:
         most = torch.finfo(torch.float32).max
         x = x.clamp(-most, most).where(x.isfinite(), x)
@@ -113,7 +113,7 @@ def narrowed_tensor(x: Tensor) -> Tensor:
 
 @lru_cache(4096)
 def _stride(n: int) -> int:
-    """The longest stride that takes `SAMPLE` of `n` values or more, and is coprime with `n`."""
+    """Return the longest stride that is coprime with `n` and takes `SAMPLE` values or more."""
     stride = n // SAMPLE
     while math.gcd(stride, n) != 1:
         stride -= 1
@@ -121,7 +121,7 @@ def _stride(n: int) -> int:
 
 
 def sample_of(n: int, offset: int) -> slice:
-    """Which of `n` values to count, from end to end: all up to 4096, else at least 4096.
+    """Return which of `n` values to count, from end to end: all up to 4096, or at least 4096.
 
     Where few strides are coprime with `n` there are more: all 15360 of 15360 values, 5461 of 16384.
     """

@@ -26,7 +26,7 @@ from hookkit.devices import to_host_async, widest_float
 from hookkit.errors import NonFiniteError, OptionError
 from hookkit.hooks.calls import graph_task
 from hookkit.modules import class_name, unwrap
-from hookkit.recorders.graph_op import enlist, new_token, show_traced
+from hookkit.recorders.graph_op import enlist, show_traced
 from hookkit.recorders.layer_hooks import LayerHooks
 from hookkit.recorders.moments import plain
 from hookkit.recorders.parameters import grad_norms, named_parameters
@@ -287,7 +287,7 @@ class Memory:
         self.batches: deque[Batch] = deque(maxlen=n_batches)
         self.names = [_LOSS, _INPUT]  # by row, which is what a compiled graph can hold
         self.types: dict[str, str] = {}  # of the layers
-        self.thread, self.id, self.token = get_ident(), enlist(self), new_token()
+        self.thread, (self.id, self.token) = get_ident(), enlist(self)
 
     def update(self, row: int, leaf: int, path: str, t: Tensor) -> None:
         """Adds a tensor to the norm of a layer, which may run several times in a batch."""

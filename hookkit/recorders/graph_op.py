@@ -1,7 +1,7 @@
 """`hookkit::observe`: the one operation by which a compiled graph shows a tensor to a recorder.
 
-Its implementation calls the recorder's `see` as the graph runs, with the tensor that an eager hook
-would have got. Graphs outlive recorders, so they know them by a number and hold them weakly.
+Its implementation calls the recorder's `update` as the graph runs, with the tensor that an eager
+hook would have got. Graphs outlive recorders, so they know them by a number and hold them weakly.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ def show_traced(receiver: Any, row: int, leaf: int, path: str, t: Tensor) -> Non
         torch.ops.hookkit.observe(t.detach(), receiver.token, receiver.id, row, leaf, path)
 
 
-def enlist(receiver: Any) -> int:
-    """A number under which compiled graphs find `receiver`, whose `see` they call; held weakly."""
+def enlist(receiver: Any) -> tuple[int, Tensor]:
+    """Return what a compiled graph knows `receiver` by, which is held weakly.
+
+    Returns:
+        A number, under which graphs find it; and a tensor that they write as they show it another.
+    """
     number = next(_ids)
     _receivers[number] = receiver
-    return number
-
-
-def new_token() -> Tensor:
-    """What a compiled graph writes where it shows a tensor to a receiver."""
-    return torch.zeros(1, dtype=torch.float32, device="cpu")
+    return number, torch.zeros(1, dtype=torch.float32, device="cpu")
 
 
 # `token` is written, so no compiler pass drops the call or moves it past another one.

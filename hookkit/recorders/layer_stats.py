@@ -100,11 +100,11 @@ class LayerStats(StepRecorder, HookCallback):
         self._batch = _Batch.OPEN if self.learn.in_closure else _Batch.TRIED
 
     def after_cancel_step(self) -> None:
-        """A step that a callback skips records nothing, with a closure or without."""
+        """Notes a step that a callback skips: it records nothing, with a closure or without."""
         self._batch = _Batch.TRIED
 
     def after_cancel_batch(self) -> None:
-        """A cancelled batch records nothing; in `watch` it is over with this."""
+        """Forgets a cancelled batch; in `watch` it is over with this."""
         self._batch = _Batch.CANCELLED
         if self.hooks.on:
             self.running.discard_batch()
@@ -190,7 +190,7 @@ class LayerStats(StepRecorder, HookCallback):
         return L(L(record.value(s, row).tolist()) for s in ("mean", "std", "near_zero"))
 
     def hist(self, layer: int | str) -> Tensor:
-        """(bins, n_records) float32: log(1 + count) of the values of one layer in each bin.
+        """Return (bins, n_records) float32: log(1 + count) of a layer's values in each bin.
 
         Raises:
             OptionError: no histogram was recorded.
@@ -208,11 +208,11 @@ class LayerStats(StepRecorder, HookCallback):
         return record
 
     def tensor(self) -> Tensor:
-        """(2, n_modules, n_records) float32: means and stds, fastai v1's `stats`."""
+        """Return (2, n_modules, n_records) float32: means and stds, fastai v1's `stats`."""
         return self.stats.tensor()
 
     def dead_units(self, layer: int | str) -> list[int]:
-        """Indices of the units of one layer that were never above 0 over the last records.
+        """Return the indices of a layer's units that were never above 0 over the last records.
 
         Raises:
             OptionError: units were not recorded.
@@ -235,13 +235,8 @@ class LayerStats(StepRecorder, HookCallback):
         units: list[int] = np.flatnonzero(dead).tolist()
         return units
 
-    def color_dim(
-        self,
-        layer: int | str | None = None,
-        figsize: Any = None,
-        ax: Any = None,
-    ) -> Any:
-        """The colorful dimension of one layer, or of all: `plotting.color_dim`.
+    def color_dim(self, layer: int | str | None = None, figsize: Any = None, ax: Any = None) -> Any:
+        """Draw the colorful dimension of one layer, or of all: `plotting.color_dim`.
 
         Args:
             layer: a number in `names`, or a name; None draws the first 24 layers.
@@ -268,7 +263,7 @@ class LayerStats(StepRecorder, HookCallback):
         return plotting.color_dim(record, layer=row, ax=ax)
 
     def plot_layer_stats(self, layer: int | str) -> Any:
-        """Mean, std and share near zero of one layer over steps: `plotting.plot_layer_stats`."""
+        """Draw mean, std and share near zero of a layer over steps: `plotting.plot_layer_stats`."""
         from hookkit import plotting
 
         return plotting.plot_layer_stats(self.record(), self._row_of(layer))
@@ -279,7 +274,7 @@ class LayerStats(StepRecorder, HookCallback):
 
 
 class ActivationStats(LayerStats):
-    """Mean, std, rms, min, max, shares near and at zero, non-finite counts of every layer's output.
+    """Records mean, std, rms, min, max, near-zero and zero shares, NaN and Inf of layers' outputs.
 
     Exact, over all values; in a Learner or in `watch`. One record for each optimizer step (of
     those that `every` selects): batches of one step under gradient accumulation are merged,
@@ -383,7 +378,7 @@ class ActivationStats(LayerStats):
 
 
 class GradientStats(LayerStats):
-    """The statistics of `ActivationStats` for gradients: of outputs, or of parameters.
+    """Records the statistics of `ActivationStats` for gradients: of outputs, or of parameters.
 
     Gradients of outputs are seen as they are computed, by tensor hooks: right after in-place
     operations, for dicts and nested tuples. Those of parameters are read after the optimizer's

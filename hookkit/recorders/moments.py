@@ -35,7 +35,7 @@ _WIDE = frozenset((torch.float64, torch.int64, torch.int32, torch.uint32, torch.
 
 @cache
 def has_numbers(dtype: torch.dtype) -> bool:
-    """Whether PyTorch can turn values of `dtype` into numbers; not `int4`, `bits8`, …"""
+    """Return whether PyTorch can turn values of `dtype` into numbers; not `int4`, `bits8`, …"""
     try:
         torch.empty(1, dtype=dtype, device="cpu").to(torch.complex128)
     except (NotImplementedError, RuntimeError):
@@ -44,7 +44,7 @@ def has_numbers(dtype: torch.dtype) -> bool:
 
 
 def plain(t: Tensor) -> Tensor | None:
-    """`t` detached, as an ordinary strided real tensor; None if it has no values to read.
+    """Return `t` detached, as an ordinary strided real tensor; None if it has no values to read.
 
     Complex values become magnitudes, a DTensor its local shard. None for sparse, nested, quantized,
     meta and fake tensors, inside `torch.func` transforms, and for dtypes that are no numbers.
@@ -68,7 +68,7 @@ def plain(t: Tensor) -> Tensor | None:
 
 
 def _has_storage(t: Tensor) -> bool:
-    """Whether a tensor subclass is a thin one over real memory (no wrapper, no fake tensor)."""
+    """Return whether a tensor subclass has real memory of its own: no wrapper, no fake tensor."""
     try:
         return bool(t.untyped_storage().data_ptr()) or t.numel() == 0
     except (RuntimeError, NotImplementedError):
@@ -76,19 +76,19 @@ def _has_storage(t: Tensor) -> bool:
 
 
 def flat(t: Tensor) -> Tensor:
-    """The values of a plain tensor in memory order: a view where that is dense."""
+    """Return the values of a plain tensor in memory order: a view where that is dense."""
     if not t.is_contiguous():
         t = t.permute(sorted(range(t.ndim), key=t.stride, reverse=True))
     return t.reshape(-1)
 
 
 def widened(t: Tensor) -> Tensor:
-    """`t` as it is computed with: float64 for that and 32/64-bit integers, else float32."""
+    """Return `t` in float64 if it is float64, int32 or int64 (or unsigned), or in float32."""
     return t.to(torch.float64 if t.dtype in _WIDE else torch.float32)
 
 
 def moments(x: Tensor, eps: float) -> Tensor:
-    """The row of a flat tensor, (9,) in its device's widest float, without a read by the host.
+    """Return the row of a flat tensor, (9,) in its device's widest float; the host reads nothing.
 
     >>> moments(torch.tensor([1.0, 3.0, float("nan")]), eps=0.05).tolist()
     [1.0, 2.0, 2.0, 2.0, 1.0, 3.0, 0.0, 0.0, 1.0]
@@ -112,7 +112,7 @@ _SMALL = 1e-12  # the squares of smaller float32 values, or of their deviations,
 
 
 def dot(a: Any, b: Any) -> float:
-    """The sum of products, of blocks in float32, and of these in float64.
+    """Return the sum of products, of blocks in float32, and of these in float64.
 
     In one float32 sum many equal values (a mask, spikes, saturated units) are rounded alike: it was
     1.5e-5 off for 65,536 of them, and is 1e-6 off in blocks.
@@ -125,7 +125,7 @@ def dot(a: Any, b: Any) -> float:
 
 
 def array_row(x: Any, eps: float) -> tuple[float, ...]:
-    """The row of a flat float32 or float64 array, in chunks that stay in the cache."""
+    """Return the row of a flat float32 or float64 array, in chunks that stay in the cache."""
     rows = []
     near_zero, large = x.dtype.type(eps), _LARGE[x.dtype.char]
     for start in range(0, len(x), CHUNK):
@@ -220,7 +220,7 @@ class SmallArrays:
 
 
 def merge(a: Any, b: Any) -> Any:
-    """The row of the values of `a` and `b` together: nine numbers each, or nine arrays, or tensors.
+    """Return the row of the values of two rows together: nine numbers, or nine arrays, or tensors.
 
     Source: Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance", eq. 2.1.
 
@@ -241,7 +241,7 @@ def merge(a: Any, b: Any) -> Any:
 
 
 def statistics(rows: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[np.float64]]:
-    """What a reader wants to know, from (…, 9) rows: statistic → (…) float64.
+    """Return what a reader wants to know, from (…, 9) rows: statistic → (…) float64.
 
     `count` is of all values, `nonfinite` of those that are NaN or Inf; the others describe the
     finite ones: `std` as torch's (n − 1; 0.0 for one value), `near_zero` and `zero` as fractions.

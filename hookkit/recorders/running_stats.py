@@ -33,7 +33,7 @@ from hookkit.hooks.values import is_transforming
 from hookkit.nested import leaves
 from hookkit.recorders import step_recorder, triton_rows, unit_stats as units
 from hookkit.recorders.bins import LogBins, RangeBins, count, narrowed_tensor, sample_of
-from hookkit.recorders.graph_op import enlist, new_token, show_traced
+from hookkit.recorders.graph_op import enlist, show_traced
 from hookkit.recorders.moments import (
     SMALL,
     SmallArrays,
@@ -138,7 +138,7 @@ class RunningStats:
         if self.options.units:  # dead units, judged records; full values, of how many
             fields["units"] = sums(4)
         self.table = StepTable(**fields)
-        self.id, self.token = enlist(self), new_token()
+        self.id, self.token = enlist(self)
 
     def row(self, name: str, kind: str) -> int:
         """Return the row of a name, a new one if it has none; `kind` is its type from now on."""
@@ -346,7 +346,7 @@ class RunningStats:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._lock, self.id, self.token = Lock(), enlist(self), new_token()
+        self._lock, (self.id, self.token) = Lock(), enlist(self)
         self._small = SmallArrays(self.options.eps, self.options.bins)
 
 

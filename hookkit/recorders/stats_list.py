@@ -41,7 +41,7 @@ class StatsList(L):  # type: ignore[misc]
         return super().__getitem__(i)
 
     def tensor(self) -> Tensor:
-        """(2, n_modules, n_records) float32: means and stds, fastai v1's `stats`."""
+        """Return (2, n_modules, n_records) float32: means and stds, fastai v1's `stats`."""
         rows = [[[layer[s] for layer in record] for record in self] for s in ("mean", "std")]
         n = len(self[0]) if len(self) else 0
         table = torch.tensor(rows, dtype=torch.float32, device="cpu").reshape(2, len(self), n)
