@@ -15,7 +15,7 @@ from hookkit.errors import ArgumentError, SelectionError
 
 
 class DataLoaders:
-    """The training and validation loaders (and more, if any), and where batches go.
+    """Holds the training and validation loaders (and more, if any), and where batches go.
 
     Args:
         train: gives the batches to learn from.
@@ -86,7 +86,7 @@ class DataLoaders:
         return iter(x for x in self.loaders if x is not None)
 
     def one_batch(self, i: int = 0) -> Any:
-        """The first batch of loader `i`, on `device`: no random numbers move on."""
+        """Return the first batch of loader `i`, on `device`; draw no random number."""
         batch = first_batch(self[i], f"loader {i}")
         return batch if self.device is None else to_device(batch, self.device)
 
@@ -97,7 +97,7 @@ class DataLoaders:
 
 
 def as_loaders(dls: Any) -> Any:
-    """`DataLoaders`, of those, a pair, or one loader; an object with `train` and `valid` as is."""
+    """Make `DataLoaders` of a pair or of one loader; return other loaders as they are."""
     if dls is None or (hasattr(dls, "train") and not isinstance(dls, nn.Module)):
         return dls
     if isinstance(dls, (tuple, list)) and len(dls) == 2:

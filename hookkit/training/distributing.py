@@ -35,7 +35,7 @@ class AccelerateCallback(Callback):
         self.learn.steps_now = self.learn.accelerator.sync_gradients
 
     def after_batch(self) -> None:
-        """Closes it."""
+        """Closes that context."""
         context, self._context = self._context, None
         if context is not None:
             context.__exit__(None, None, None)
@@ -50,7 +50,7 @@ class AccelerateCallback(Callback):
 
 @contextmanager
 def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterator[Any]:
-    """`learn` with model, optimizer and loaders prepared by accelerate, until the `with` ends."""
+    """Have accelerate prepare model, optimizer and loaders of `learn`, until the `with` ends."""
     try:
         from accelerate import Accelerator
     except ImportError:
@@ -100,7 +100,7 @@ def _check(engine: Any, loaders: list[Any]) -> None:
 
 
 def _counts_padding(engine: Any, dl: Any) -> bool:
-    """Whether accelerate cannot know how many rows of `dl` are the data's."""
+    """Return whether accelerate cannot know how many rows of `dl` are the data's."""
     data = getattr(dl, "dataset", None)
     if isinstance(data, IterableDataset):
         return engine.dispatch_batches is False and n_batches(data) is None
@@ -108,4 +108,4 @@ def _counts_padding(engine: Any, dl: Any) -> bool:
 
 
 def no_log(row: list[Any]) -> None:
-    """Ignores a row; a function at module level, so that a Learner can be pickled."""
+    """Ignore a row; a function at module level, so that a Learner can be pickled."""

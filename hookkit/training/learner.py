@@ -185,7 +185,7 @@ class Learner(Loop, Reportable):
         reset_opt: bool = False,
         start_epoch: int = 0,
     ) -> None:
-        """Trains for `n_epoch` epochs, validating after each if there is validation data.
+        """Train for `n_epoch` epochs, validating after each if there is validation data.
 
         However it ends, also by an exception or Ctrl-C, every callback's `cleanup_fit()` runs.
 
@@ -225,7 +225,7 @@ class Learner(Loop, Reportable):
         reset_opt: bool = False,
         start_epoch: int = 0,
     ) -> None:
-        """`fit` with torch's OneCycleLR: warm up to `lr_max`, anneal to almost nothing.
+        """Train with torch's OneCycleLR: warm up to `lr_max`, then anneal to almost nothing.
 
         Args:
             n_epoch: the number of epochs in all.
@@ -272,14 +272,14 @@ class Learner(Loop, Reportable):
         return rates
 
     def create_opt(self) -> None:
-        """Makes a new optimizer: `opt_func(groups, lr=lr)` of the splitter's groups."""
+        """Make a new optimizer: `opt_func(groups, lr=lr)` of the splitter's groups."""
         split = list(self.splitter(self.model))
         self.opt, self.frozen_idx = make_optimizer(self.opt_func, split, self.lr), 0
         own = enumerate(g.get("weight_decay") if isinstance(g, dict) else None for g in split)
         self._own_wd = {i: wd for i, wd in own if wd is not None}
 
     def freeze_to(self, n: int) -> None:
-        """Trains only the parameter groups from `n` on; negative ones count from the end."""
+        """Train only the parameter groups from `n` on; negative ones count from the end."""
         if self.accelerator is not None:  # DDP averages the gradients of those it has begun with
             raise OptionError("freeze_to: call it before `with learn.distrib_ctx()`, not inside.")
         if self.opt is None:
@@ -294,11 +294,11 @@ class Learner(Loop, Reportable):
                 p.requires_grad_(i >= self.frozen_idx or id(p) in learns)
 
     def freeze(self) -> None:
-        """Trains only the last parameter group."""
+        """Train only the last parameter group."""
         self.freeze_to(-1)
 
     def unfreeze(self) -> None:
-        """Trains every parameter group."""
+        """Train every parameter group."""
         self.freeze_to(0)
 
     # --- the loop, from the outside in
@@ -320,7 +320,7 @@ class Learner(Loop, Reportable):
             self._with_events("validate", self.all_batches)
 
     def all_batches(self) -> None:
-        """Runs every batch of `dl`."""
+        """Run every batch of `dl`."""
         self.n_iter, self._device, i = n_batches(self.dl), self.device, -1
         with generators_kept(self.dl) if self.eval_pass else nullcontext():
             batches = enumerate(self.dl)  # a DataLoader draws a number as its iterator is made
@@ -332,7 +332,7 @@ class Learner(Loop, Reportable):
             raise ModelRunError(no_batches(f"the {'training ' * self.training}loader"))
 
     def one_batch(self, i: int, b: Any) -> None:
-        """Runs batch `b`, the `i`-th: prediction, loss and, in training, backward and step."""
+        """Run batch `b`, the `i`-th: prediction, loss and, in training, backward and step."""
         self.iter, self.stepped, self.pred, self.loss, self.loss_grad = i, False, None, None, None
         batch = b if self._device is None else to_device(b, self._device)
         self._by_keyword = isinstance(b, Mapping)
@@ -461,7 +461,7 @@ class Learner(Loop, Reportable):
 
     @contextmanager
     def _fit_under_way(self) -> Iterator[None]:
-        """Marks a fit, and counts its optimizer steps."""
+        """Mark a fit, and count its optimizer steps."""
         self._check_idle("fit was called")
         self.scaler, self._counted = None, None
         with ExitStack() as undo:
@@ -475,7 +475,7 @@ class Learner(Loop, Reportable):
 
     @contextmanager
     def _run_under_way(self) -> Iterator[None]:
-        """Takes down what events of a fit, or of a pass without one, set up, however it ends."""
+        """Take down what the events of a fit or a pass have set up, however it ends."""
         self._claim()
         with_grad = torch.is_grad_enabled()
         try:

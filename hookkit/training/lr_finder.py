@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SuggestedLRs:
-    """What `lr_find` found: fastai's four suggestions, and what they are read from.
+    """Holds what `lr_find` found: fastai's four suggestions, and the curve they are read from.
 
     Args:
         valley: in the middle of the longest descent of the loss; the usual choice.
@@ -89,7 +89,7 @@ class LRFinder(Callback):
 def find_lr(
     learn: Any, start_lr: float, end_lr: float, num_it: int, stop_div: bool
 ) -> SuggestedLRs:
-    """Return what `Learner.lr_find` does, and put back all that its training changes."""
+    """Train as `Learner.lr_find` says, put back all that this has changed, and read the losses."""
     learn._check_idle("lr_find was called")
     if learn.accelerator is not None:  # each rank would stop at another batch
         raise OptionError("lr_find: call it before `with learn.distrib_ctx()`, not inside.")
