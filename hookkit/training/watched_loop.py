@@ -284,6 +284,8 @@ class WatchedLoop(Loop):
         """
         if self.state is PAUSED:
             self._end_rollout()
+        elif self.state in (IDLE, VALIDATION):
+            pass  # its batch was closed within it, or could not begin
         elif failed:
             if self.training:
                 self.losses.drop()
@@ -340,15 +342,28 @@ class WatchedLoop(Loop):
 
     def begin_update(self) -> None:
         """Send `before_step`: gradients are there, and weights change from here on."""
-        if not self.training:
-            self._begin_unseen_batch()
+        if not self.training:  # the forward before it was not seen
+            seen = self.hooks.root_ran or self.n_steps
+            if not self.warned and (self._in_eval or not seen):
+                self.warned = True
+                warn_unseen(self.model, in_graph=self.hooks.in_graph, in_eval=self._in_eval)
+            self._begin_batch()
         if self.state in (STEPPED, CANCELLED):
             return  # the same step goes on
         try:
             if "before_step" in self.heard:
                 self("before_step")
         except CancelStepException:
-            self._cancel_step()
+            if graph_task() != -1:
+                raise HookError(
+                    "CancelStepException: this step is made within the backward. Its other "
+                    "gradients are still to come, so it cannot be cancelled."
+                ) from None
+            for group in (group for opt in self.opts for group in opt.param_groups):
+                for p in group["params"]:
+                    p.grad = None  # then an optimizer changes nothing
+            self.state, self.n_cancelled_steps = CANCELLED, self.n_cancelled_steps + 1
+            self("after_cancel_step")
 
     def end_step(self, opt: Any) -> None:
         """End a step of `opt`, which has changed the weights; their `.grad` is still there."""
@@ -363,10 +378,9 @@ class WatchedLoop(Loop):
         if len(self._stepped) >= len(self.opts) and graph_task() == -1:
             self._close()
         elif self.state is STEPPED:
+            # recorders read its gradients now: they may be freed before the step is over
             owned = [p for group in opt.param_groups for p in group["params"]]
-            for (
-                cb
-            ) in self.cbs:  # recorders read its gradients now: they may be freed before the end
+            for cb in self.cbs:
                 if cb.run and hasattr(type(cb), "_read_gradients"):
                     cb._read_gradients(owned)
 
@@ -388,26 +402,6 @@ class WatchedLoop(Loop):
         self.losses.begin(self.n_steps)
         if "before_batch" in self.heard:
             self("before_batch")
-
-    def _begin_unseen_batch(self) -> None:
-        """Begin a batch at its step: the forward before it was not seen."""
-        seen = self.hooks.root_ran or self.n_steps
-        if not self.warned and (self._in_eval or not seen):
-            self.warned = True
-            warn_unseen(self.model, in_graph=self.hooks.in_graph, in_eval=self._in_eval)
-        self._begin_batch()
-
-    def _cancel_step(self) -> None:
-        if graph_task() != -1:
-            raise HookError(
-                "CancelStepException: this step is made within the backward. Its other gradients "
-                "are still to come, so it cannot be cancelled."
-            ) from None
-        for group in (group for opt in self.opts for group in opt.param_groups):
-            for p in group["params"]:
-                p.grad = None  # then an optimizer changes nothing
-        self.state, self.n_cancelled_steps = CANCELLED, self.n_cancelled_steps + 1
-        self("after_cancel_step")
 
     def _close(self) -> None:
         """End the rollout, the step and the batch that are open, if any."""
