@@ -175,7 +175,8 @@ class FlightRecorder(HookCallback):
     def after_fit(self) -> None:
         """Reads the last batch's answer."""
         super().after_fit()
-        self._look(wait=True)
+        if self._memory is not None:  # a validation has none
+            self._look(wait=True)
 
     def cleanup_fit(self) -> None:
         """Takes the hooks off."""
