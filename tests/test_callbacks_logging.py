@@ -22,7 +22,6 @@ from hookkit import (
     LogTo,
     OptionError,
     ParamStats,
-    SchedulerCallback,
     watch,
 )
 from hookkit.recorders.step_table import StepTable
@@ -157,20 +156,6 @@ def test_the_rate_of_a_step_is_the_one_it_was_made_with(with_params: bool, in_pl
     sent = {step: values["lr"] for step, values in after.got if "lr" in values}
     assert sent == (rate if with_params else {4: rate[4]})
     assert w.run_record().info["lr"] == [1 / 16, 9 / 16]
-
-
-@pytest.mark.parametrize("with_params", [False, True])
-def test_a_learner_s_rate_is_of_the_step_too(with_params: bool) -> None:
-    tracker = Tracker()
-    half = SchedulerCallback(lambda opt, n: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
-    stats = [ParamStats()] if with_params else []
-    learn = quiet(n_trn=4, lr=1e-3, cbs=[half, LogTo(tracker, every=2), *stats])
-
-    learn.fit(1)
-
-    sent = {step: values["lr"] for step, values in tracker.got if "lr" in values}
-    steps = range(4) if with_params else (1, 3)
-    assert sent == pytest.approx({step: 1e-3 / 2**step for step in steps})
 
 
 def test_a_training_that_breaks_is_logged_up_to_there_and_by_no_copy() -> None:

@@ -12,7 +12,7 @@ from learners import plain, quiet
 from torch import Tensor, nn
 
 from hookkit import watch
-from hookkit.callbacks import Callback, GradientAccumulation, Recorder, TrainEvalCallback
+from hookkit.callbacks import Callback, GradientAccumulation, Recorder
 from hookkit.callbacks.events import (
     CancelBatchException,
     CancelTrainException,
@@ -131,15 +131,6 @@ def test_losses_and_metrics_in_half_precision_are_added_up_in_full(dtype: torch.
     assert learn.validate(dl=batches) == [512.0, 512.0, 1.0]
 
 
-def test_a_loss_for_each_sample_in_half_precision_is_averaged_in_full() -> None:
-    x = torch.tensor([[256.0], [257.0]])
-    learn = plain(None, nn.Identity(), loss_func=lambda p, y: (p - y).bfloat16())
-
-    (loss,) = learn.validate(dl=[(x, torch.tensor([[0.0], [1.0]])), (x[:1], x[:1] * 0 + 1)])
-
-    assert loss == (256 + 256 + 255) / 3
-
-
 def test_metrics_without_targets_are_means_over_samples_and_an_empty_batch_counts_nothing() -> None:
     class Own(nn.Module):
         def forward(self, x: Tensor) -> dict[str, Tensor]:
@@ -242,27 +233,6 @@ def test_a_cancelled_batch_records_nothing_and_a_part_cancelled_as_it_began_is_n
     learn.fit(1, cbs=raises("before_validate", CancelValidException))
     assert learn.recorder.values[-1][1] is None
     assert learn.recorder.values[-1][0] is not None
-
-
-@pytest.mark.parametrize("order", [-20, 0, 51])  # around TrainEvalCallback and Recorder
-def test_a_part_that_every_other_epoch_leaves_out_is_none_and_not_the_last_one_again(
-    order: int,
-) -> None:
-    def odd(cb: Any) -> bool:
-        return bool(cb.learn.epoch % 2)
-
-    skips = [
-        raises("before_train", CancelTrainException, odd),
-        raises("before_validate", CancelValidException, odd),
-    ]
-    for cb in skips:
-        cb.order = order
-    recorder = Recorder()
-    learn = quiet(metrics=mae, cbs=[TrainEvalCallback, recorder, *skips], default_cbs=False)
-
-    learn.fit(4)
-
-    assert [[v is None for v in row] for row in recorder.values] == [[False] * 3, [True] * 3] * 2
 
 
 @pytest.mark.parametrize("n_acc", [1, 4])
