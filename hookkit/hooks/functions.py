@@ -244,7 +244,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
 
     def register(self) -> None:
         """Turn it on again after `remove()`, inside of its `with`."""
-        self.scope.check_may_register()
+        self.scope.register(())  # raises outside of the `with`
         self._turn(True)
 
     def remove(self) -> None:

@@ -145,23 +145,22 @@ class HookScope:
         self.pending = set[torch.device]()
 
     def register(self, hooks: Sequence[Hook]) -> None:
-        """Register all hooks on their modules, or none; those that are registered stay so."""
-        if self.only_in_with:
-            self.check_may_register()
+        """Register all hooks on their modules, or none; those that are registered stay so.
+
+        Raises:
+            HookError: a module is gone; or no `with` is open, and they are on inside it only.
+        """
+        if self.only_in_with and not self.depth:
+            raise HookError(
+                f"{self.options.who}: edits and hooks on functions are on inside their `with` "
+                "only. Write `with h:` around the model."
+            )
         try:
             for h in hooks:
                 h._register()
         except BaseException:
             self.unregister(hooks)
             raise
-
-    def check_may_register(self) -> None:
-        """Raise for hooks that are on in their `with` only, if none is open."""
-        if not self.depth:
-            raise HookError(
-                f"{self.options.who}: edits and hooks on functions are on inside their `with` "
-                "only. Write `with h:` around the model."
-            )
 
     def unregister(self, hooks: Sequence[Hook]) -> bool:
         """Take all hooks off their modules; return True if each of them has fired."""
