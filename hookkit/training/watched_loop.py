@@ -27,13 +27,13 @@ from torch.utils.hooks import RemovableHandle
 
 from hookkit.callbacks.events import CancelStepException
 from hookkit.callbacks.optimizers import ids_of, skips_step, stepping_scaler
-from hookkit.errors import HookError
+from hookkit.errors import HookError, NeverFiredWarning, warn
 from hookkit.hooks.attach import attach, check_hookable, remove_all
 from hookkit.hooks.calls import call_kind, graph_task, is_tracing
 from hookkit.modules import unwrap, wrappers
 from hookkit.nested import named_leaves
 from hookkit.training.loop import Loop
-from hookkit.training.watch_checks import not_in_watch, one_number, warn_other_loss, warn_unseen
+from hookkit.training.watch_checks import not_in_watch, one_number, warn_unseen
 
 is_compiling = torch.compiler.is_compiling
 
@@ -500,7 +500,12 @@ class WatchedLoop(Loop):
         unknown = self.other_loss and self.losses.certain and not len(self.losses)
         if unknown and not self._warned_of_loss:
             self._warned_of_loss = True
-            warn_other_loss(self.model)
+            warn(
+                f"watch: {type(self.model).__name__} returns a loss, and backward() is called on "
+                f"another: what it returns is not recorded as the loss. Report the one that you "
+                f"train on: w.loss(loss), in each batch.",
+                NeverFiredWarning,
+            )
 
 
 def loss_in(output: Any) -> tuple[Tensor | None, bool]:
