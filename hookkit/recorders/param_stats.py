@@ -366,7 +366,8 @@ class _Followed:
             values = self._together
             with np.errstate(all="ignore"):
                 values[1] -= values[0]
-                norms = np.sqrt(np.add.reduceat(values * values, self._starts, axis=1))
+                values *= values  # in place: memory from the system would cost more than this
+                norms = np.sqrt(np.add.reduceat(values, self._starts, axis=1))
             table[rows[self._small], : _GRAD + 1] = norms.T
         coming = [*self._coming]
         for at, copies in self._others:
