@@ -17,8 +17,8 @@ _STEP = getattr(GradScaler.step, "__code__", None)
 _CALLERS = 24  # frames: from a scaler's step to the optimizer's there are less than ten
 
 
-def bare_optimizer(opt: Any) -> Any:
-    """The innermost optimizer in `opt`, whose step hooks run; `opt` itself if it wraps none.
+def unwrap_optimizer(opt: Any) -> Any:
+    """Return the innermost optimizer in `opt`, whose step hooks run; `opt` if it wraps none.
 
     accelerate and Lightning keep it as `.optimizer`, fastai as `.opt`, SAM as `.base_optimizer`.
     """
@@ -32,7 +32,7 @@ def bare_optimizer(opt: Any) -> Any:
 
 
 def stepping_scaler() -> Any:
-    """The enabled GradScaler that makes the optimizer's current step; None if none does.
+    """Return the enabled GradScaler that makes the optimizer's current step, or None.
 
     For an optimizer's step hook. It looks for `GradScaler.step` among the nearest callers (the
     loops of libraries call it too), since neither refers to the other. Cost: 2 µs.

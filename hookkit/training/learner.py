@@ -22,11 +22,11 @@ from hookkit.batches import generators_kept, n_batches, no_batches, split_batch,
 from hookkit.callbacks import DEFAULT_CALLBACKS, SchedulerCallback
 from hookkit.callbacks.events import CANCEL_EXCEPTIONS, CANCELS
 from hookkit.callbacks.optimizers import (
-    bare_optimizer,
     restore_settings,
     settings_of,
     skips_step,
     stepping_scaler,
+    unwrap_optimizer,
 )
 from hookkit.checks import check_callable, check_module, check_number
 from hookkit.errors import ModelRunError, OptionError, warn
@@ -499,7 +499,7 @@ class Learner(Loop, Reportable):
     @property
     def opts(self) -> list[Any]:
         """The plain torch optimizers, none before the first fit and then one."""
-        return [] if self.opt is None else [bare_optimizer(self.opt)]
+        return [] if self.opt is None else [unwrap_optimizer(self.opt)]
 
     stepped_opts = opts
 
