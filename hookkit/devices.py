@@ -26,25 +26,6 @@ def widened(t: Tensor) -> Tensor:
     return t.to(widest_float(t.device))
 
 
-def sent(t: Tensor) -> tuple[Tensor, torch.Event | None]:
-    """A copy of `t` on the CPU, and the event after which it is there; None if it is there already.
-
-    Args:
-        t: strided, of any dtype, without gradient.
-
-    >>> sent(torch.ones(2))
-    (tensor([1., 1.]), None)
-    """
-    # in PyTorch 2.11 to 2.13 copies from MPS that are not waited for can give other values
-    if t.device.type in ("cpu", "meta", "mps"):
-        return t.to("cpu", copy=True), None
-    host = torch.empty_like(t, device="cpu", pin_memory=True)
-    host.copy_(t, non_blocking=True)
-    event = torch.Event(t.device)
-    event.record(torch.accelerator.current_stream(t.device))
-    return host, event
-
-
 def to_host_async(t: Tensor) -> Callable[[], Tensor]:
     """Begins to copy `t` to the CPU; returns a function that waits for the copy and returns it.
 

@@ -128,23 +128,19 @@ class StepRecorder(Reportable, Callback):
         The record is of all ranks if they were gathered since the last step. Otherwise it is of
         this process alone, which `meta["rank"]` names; no rank waits for another.
         """
-        version = self._version
-        if self._whole is not None and self._whole[0] == version:
-            return self._whole[1]
-        if self._own is None or self._own[0] != version:
-            self._own = version, self._of_this_rank(-1)
-        return self._own[1]
+        return self._since(-1)
 
     def _since(self, step: int) -> Record:
-        """Return what was recorded after `step`, and at least the last record."""
-        if self._whole is not None and self._whole[0] == self._version:
-            return self._whole[1]
-        return self._of_this_rank(step)
-
-    def _of_this_rank(self, since: int) -> Record:
-        record = self._read(since)
+        """Return what was recorded after `step`, and at least the last record; all with -1."""
+        version = self._version
+        for kept in (self._whole, self._own if step < 0 else None):
+            if kept is not None and kept[0] == version:
+                return kept[1]
+        record = self._read(step)
         if ranks.is_distributed():
             record.meta["rank"] = ranks.this_rank()
+        if step < 0:
+            self._own = version, record
         return record
 
     @property
