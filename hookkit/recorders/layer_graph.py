@@ -48,10 +48,9 @@ def consumers(model: nn.Module, users: Users) -> dict[str, str | None]:
             names[id(weight)] = name
     found: dict[str, str | None] = dict.fromkeys(names.values())
     for leaf in _leaves(users):
-        name = names.get(id(leaf.variable))
-        if name is not None:
+        if id(leaf.variable) in names:
             kinds = {_kind(end) for op in _ends(users, leaf) for end in _ends(users, op)}
-            found[name] = kinds.pop() if len(kinds) == 1 else ""
+            found[names[id(leaf.variable)]] = kinds.pop() if len(kinds) == 1 else ""
     return found
 
 
