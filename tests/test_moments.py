@@ -20,6 +20,7 @@ from hookkit.recorders.moments import (
     statistics as statistics_of,
 )
 from hookkit.recorders.running_stats import Options, RunningStats
+from hookkit.recorders.step_table import MOMENTS
 
 
 def truth(x: torch.Tensor, eps: float) -> list[float]:
@@ -105,10 +106,11 @@ def test_parts_merge_to_the_whole() -> None:
 
     assert dict(zip(FIELDS, row, strict=True))["m2"] == pytest.approx(truth(x, 0.05)[3], rel=1e-9)
     assert merge(row, EMPTY) == row
-    arrays = merge(*(np.array(p)[:, None] for p in parts[:2]))
-    tensors = merge(*(torch.tensor(p, dtype=torch.float64)[:, None] for p in parts[:2]))
+    arrays = MOMENTS.merge(*(np.array(p) for p in parts[:2]))
+    tensors = merge(*(torch.tensor(p, dtype=torch.float64) for p in parts[:2]))
     for one in (arrays, tensors):
-        assert [value.item() for value in one] == pytest.approx(list(merge(*parts[:2])))
+        assert [float(value) for value in one] == pytest.approx(list(merge(*parts[:2])))
+    assert MOMENTS.merge(np.array(EMPTY), np.array(EMPTY)).tolist() == list(EMPTY)
 
 
 def test_statistics_of_a_layer_that_did_not_run_are_nan() -> None:

@@ -215,7 +215,8 @@ def test_of_many_calls_on_a_device_a_bounded_number_is_sampled(engine: str) -> N
 def trained_frozen(layer: torch.nn.Module, x: torch.Tensor, **options: Any) -> Any:
     """Dead units of a ReLU behind `layer`, of which the first half gives nothing above 0."""
     with torch.no_grad():
-        layer.bias[: len(layer.bias) // 2] = -1e6  # type: ignore[index, arg-type]
+        half = len(layer.bias) // 2  # type: ignore[arg-type]
+        layer.bias[:half], layer.bias[half:] = -1e6, 1e6  # type: ignore[index]
     net = torch.nn.Sequential(layer, torch.nn.ReLU(), torch.nn.PReLU(1))
     opt = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.0)
     with watch(net, opt, ActivationStats(units=True, include_paramless=True, **options)) as w:

@@ -227,7 +227,7 @@ class SmallArrays:
 
 
 def merge(a: Any, b: Any) -> Any:
-    """Return the row of the values of two rows together: nine numbers, or nine arrays, or tensors.
+    """Return the row of the values of two rows together: nine numbers, or nine tensors.
 
     Source: Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance", eq. 2.1.
 
@@ -237,12 +237,7 @@ def merge(a: Any, b: Any) -> Any:
     n = a[1] + b[1]
     share, apart = b[1] / (n + (n == 0)), b[2] - a[2]
     mean, m2 = a[2] + apart * share, a[3] + b[3] + apart * (a[1] * share) * apart
-    least: Any = min
-    most: Any = max
-    if isinstance(n, np.ndarray):
-        least, most = np.minimum, np.maximum
-    elif isinstance(n, Tensor):
-        least, most = torch.minimum, torch.maximum
+    least, most = (torch.minimum, torch.maximum) if isinstance(n, Tensor) else (min, max)
     low, high = least(a[4], b[4]), most(a[5], b[5])
     return a[0] + b[0], n, mean, m2, low, high, a[6] + b[6], a[7] + b[7], a[8] + b[8]
 
