@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import hookkit
-from hookkit.diagnosis import report_page as pages
+from hookkit.diagnosis import report_page
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.records import Incident, Run
 from hookkit.testing import synth_learner
@@ -54,20 +54,20 @@ def html_of(run: Any, tmp_path: Path, **options: Any) -> str:
     return hookkit.report(run, tmp_path / "run.html", **options).read_text()
 
 
-REAL = pages.picture
+REAL = report_page.picture
 
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take seconds, and most tests are about what is beside them."""
-    monkeypatch.setattr(pages, "picture", lambda draw, caption: f"<p>{caption}</p>")
+    monkeypatch.setattr(report_page, "picture", lambda draw, caption: f"<p>{caption}</p>")
 
 
 @pytest.mark.slow
 def test_the_page_has_every_part_in_order_and_its_tags_balance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "picture", REAL)
+    monkeypatch.setattr(report_page, "picture", REAL)
 
     html = html_of(made.exploding(made.run(n=20)), tmp_path)
 
