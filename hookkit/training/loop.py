@@ -26,7 +26,8 @@ from hookkit.checks import kind_of
 from hookkit.errors import ArgumentError, HookError, OptionError, nearest
 from hookkit.modules import class_name, unwrap
 from hookkit.recorders.probes import TrainingProbes, loss_name
-from hookkit.records import Record, Reportable, Run, grad_norms
+from hookkit.recorders.step_recorder import StepRecorder
+from hookkit.records import Record, Run, grad_norms
 
 
 class Loop:
@@ -216,7 +217,7 @@ class Loop:
 
     def _take(self, cb: Callback) -> None:
         """Record with `cb` from now on, unless it has these steps already, of another run."""
-        if not is_recorder(type(cb)) or vars(cb).get("_token") is self._token:
+        if not isinstance(cb, StepRecorder) or vars(cb).get("_token") is self._token:
             return
         steps = cb.record().steps
         if len(steps) and steps[-1] >= self.n_steps:
@@ -302,9 +303,8 @@ class Loop:
         """
         cbs, records = [*self._past, *self.cbs], dict[str, Record]()
         for cb in cbs:
-            if is_recorder(type(cb)):
-                parts = step >= 0 and hasattr(cb, "_since")
-                record = cb._since(step) if parts else cb.record()
+            if isinstance(cb, StepRecorder):
+                record = cb._since(step)
                 if len(record) or record.kind not in records:
                     records[record.kind] = record
         params = records.get("param")
@@ -355,11 +355,6 @@ class Loop:
             "torch": torch.__version__,
             "numpy": np.__version__,
         }
-
-
-def is_recorder(kind: type) -> bool:
-    """Tell whether callbacks of this class hold a record."""
-    return issubclass(kind, Reportable) and hasattr(kind, "record")
 
 
 def listed(cbs: Any) -> list[Any]:

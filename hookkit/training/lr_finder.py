@@ -21,9 +21,9 @@ from hookkit.callbacks.loss_log import LossLog
 from hookkit.errors import ModelRunError, OptionError
 from hookkit.modelinfo.untouched import untouched
 from hookkit.recorders.probes import TrainingProbes
+from hookkit.recorders.step_recorder import StepRecorder
 from hookkit.records import Floats
 from hookkit.training.groups import set_hyper
-from hookkit.training.loop import is_recorder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,10 +95,9 @@ def find_lr(
         raise OptionError("lr_find: call it before `with learn.distrib_ctx()`, not inside.")
     before, recorder = dict(vars(learn)), Recorder()
     finder = LRFinder(start_lr, end_lr, num_it, stop_div)
-    silent = (HookCallback, Recorder, ProgressCallback)  # what records, saves, schedules or shows
-    off = [
-        c for c in learn.cbs if c._only_train_loop or isinstance(c, silent) or is_recorder(type(c))
-    ]
+    # what records, saves, schedules or shows
+    silent = (StepRecorder, HookCallback, Recorder, ProgressCallback)
+    off = [c for c in learn.cbs if c._only_train_loop or isinstance(c, silent)]
     with ExitStack() as undo:
         undo.callback(vars(learn).update, before)
         undo.callback(vars(learn).clear)

@@ -21,10 +21,11 @@ from hookkit.checks import check_callable, check_flag
 from hookkit.errors import HookError, NeverFiredWarning, warn
 from hookkit.hooks.eager import forget_graphs
 from hookkit.recorders import ActivationStats, ParamStats
+from hookkit.recorders.step_recorder import StepRecorder
 from hookkit.records import Floats, Reportable, Run
 from hookkit.training import watch_checks as checks
 from hookkit.training.live import ShowHealth
-from hookkit.training.loop import instances, is_recorder, no_attribute
+from hookkit.training.loop import instances, no_attribute
 from hookkit.training.watch_checks import NEVER_SENT, one_number
 from hookkit.training.watched_loop import WatchedLoop
 
@@ -86,7 +87,7 @@ def watch(
     check_callable("watch", "loss_func", loss_func, cure)
     cbs = instances(callbacks)
     if check_flag("watch", "show", show):
-        if not any(is_recorder(type(cb)) for cb in cbs):
+        if not any(isinstance(cb, StepRecorder) for cb in cbs):
             cbs += [ActivationStats(every=10, units=True), ParamStats(every=10)]
         if not any(isinstance(cb, ShowHealth) for cb in cbs):
             cbs.append(ShowHealth())
