@@ -4,11 +4,11 @@ Numpy arrays, strings and dicts only: no tensor, no module, no device. So a reco
 hand, pickled, saved, drawn and judged, long after the model is gone.
 
     plain     read-only arrays, equality, labels
+    logs      what is new, sent to TensorBoard, a tracker, a file that grows
+    run       Record, Run, Incident, and their methods; as_run of any source
     frames    a run as a pandas DataFrame
     npz       a run in an .npz file
-    logs      what is new, sent to TensorBoard, a tracker, a file that grows
-    joining   two runs as one: what `run + later` is made of
-    run       Record, Run, Incident, and their methods; as_run of any source
+    joining   two runs as one: `run + later`
 """
 
 from hookkit.records.plain import Floats, Ints, label

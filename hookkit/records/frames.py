@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hookkit.checks import check_path
 from hookkit.errors import missing_extra
-from hookkit.files import atomic_write
+from hookkit.records.run import Run
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-    from hookkit.records.run import Run
 
 COLUMNS = ("step", "epoch", "layer", "kind", "statistic", "value")
 
@@ -49,12 +45,3 @@ def to_df(run: Run) -> DataFrame:
             }
             frames.append(pd.DataFrame(columns))
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=list(COLUMNS))
-
-
-def to_csv(run: Run, path: str | Path) -> Path:
-    """Write that DataFrame as CSV, whole or not at all; make parent folders; return the path."""
-    path = check_path("to_csv", path)
-    table = to_df(run)  # before the file is opened: an error here must leave no file
-    with atomic_write(path, text=True) as file:
-        table.to_csv(file, index=False, lineterminator="\n")
-    return path

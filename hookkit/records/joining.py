@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hookkit.errors import OptionError
-from hookkit.records.plain import Floats, same
-
-if TYPE_CHECKING:
-    from hookkit.records.run import Record, Run
+from hookkit.records.plain import same
+from hookkit.records.run import Record, Run
 
 
-def joined_fields(run: Run, later: Run) -> dict[str, Any]:
-    """Return the fields of `run + later`, as `Run.__add__` describes them."""
+def join(run: Run, later: Run) -> Run:
+    """Return `run + later`, as `Run.__add__` describes it."""
     n, first = run.n_steps, int(later.info.get("first_step", 0))
     if first and n and first != n:
         raise OptionError(
@@ -35,7 +33,11 @@ def joined_fields(run: Run, later: Run) -> dict[str, Any]:
     for slot in ("activations", "gradients", "params"):
         fields[slot] = _joined_record(getattr(run, slot), getattr(later, slot), shift)
     for name in ("losses", "grad_norms"):
-        fields[name] = _joined_series(getattr(run, name), getattr(later, name), n, shift["step"])
+        a, b = getattr(run, name), getattr(later, name)
+        if a is not None or b is not None:
+            unknown = np.full(n - (0 if a is None else len(a)), np.nan)
+            parts = [a, unknown, None if b is None else b[n - shift["step"] :]]
+            fields[name] = np.concatenate([part for part in parts if part is not None])
     rows = [{k: x + shift[k] if k in shift else x for k, x in r.items()} for r in later.valid]
     moved = [
         replace(
@@ -46,7 +48,7 @@ def joined_fields(run: Run, later: Run) -> dict[str, Any]:
         for incident in later.incidents
     ]
     fields |= {"valid": [*run.valid, *rows], "incidents": (*run.incidents, *moved)}
-    return {**fields, "info": _joined_info(run, later, shift)}
+    return Run(**fields, info=_joined_info(run, later, shift))
 
 
 def _joined_info(run: Run, later: Run, shift: dict[str, int]) -> dict[str, Any]:
@@ -69,15 +71,6 @@ def _n_batches(run: Run) -> int:
     """Return how many training batches a run had, if only up to its last record."""
     lasts = [int(r.iters[-1]) + 1 for r in run.records if len(r)]
     return int(run.info.get("train_iter", max(lasts, default=0)))
-
-
-def _joined_series(a: Floats | None, b: Floats | None, n: int, shift: int) -> Floats | None:
-    """Return the numbers of `a` for its `n` steps, then those that `b` has of later steps."""
-    if a is None and b is None:
-        return None
-    first = np.full(n, np.nan)
-    first[: 0 if a is None else len(a)] = [] if a is None else a
-    return np.concatenate([first, [] if b is None else b[n - shift :]])
 
 
 def _joined_record(a: Record | None, b: Record | None, shift: dict[str, int]) -> Record | None:

@@ -1,32 +1,24 @@
-"""A run in one `.npz` file, without pickles, and back.
-
-The file holds the arrays, and one JSON text with everything else. Reading gives the fields of the
-values; `Run.load` makes the values.
-"""
+"""A run in one `.npz` file, without pickles: the arrays, and one JSON text with everything else."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hookkit.checks import check_path
 from hookkit.errors import OptionError
 from hookkit.files import atomic_write, check_zip
-
-if TYPE_CHECKING:
-    from hookkit.records.run import Run
+from hookkit.records.run import SLOTS, Incident, Record, Run
 
 _SERIES = ("losses", "grad_norms")
 _ARRAYS = ("steps", "epochs", "iters", "spans", "hist", "edges")
 
 
 def save(run: Run, path: str | Path) -> Path:
-    """Write a run to a file that `opened` reads, whole or not at all; return its path."""
+    """Write a run to a file that `load` reads, whole or not at all; return its path."""
     path = check_path("save", path)
     arrays = {name: getattr(run, name) for name in _SERIES}
     for i, record in enumerate(run.records):
@@ -51,13 +43,11 @@ def save(run: Run, path: str | Path) -> Path:
     return path
 
 
-@contextmanager
-def opened(path: str | Path) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """Give the fields of each Record and those of the Run that `save` wrote.
+def load(path: str | Path) -> Run:
+    """Return the run that `save` wrote.
 
     Raises:
-        OptionError: `save` did not write the file, or it is damaged; also if the values that the
-            `with` makes of the fields refuse them.
+        OptionError: `save` did not write the file, or it is damaged.
     """
     with check_path("load", path).open("rb") as raw:
         try:
@@ -67,24 +57,23 @@ def opened(path: str | Path) -> Iterator[tuple[list[dict[str, Any]], dict[str, A
                 arrays = {name: file[name] for name in file.files if name != "head"}
             if any(x.dtype.kind not in "iufb" for x in arrays.values()):
                 raise ValueError("an array that is no array of numbers")
-            records = []
+            fields: dict[str, Any] = {name: arrays[name] for name in _SERIES if name in arrays}
             for i, each in enumerate(head["records"]):
-                fields = {n: arrays[f"{i}/{n}"] for n in _ARRAYS if f"{i}/{n}" in arrays}
-                fields["values"] = {n: arrays[f"{i}/values/{n}"] for n in each["statistics"]}
-                fields |= {"names": tuple(each["names"]), "types": tuple(each["types"])}
-                records.append({**fields, "kind": each["kind"], "meta": each["meta"]})
-            run = {name: arrays[name] for name in _SERIES if name in arrays}
-            run |= {"valid": [dict(row) for row in head["valid"]], "info": dict(head["info"])}
-            run["incidents"] = [_incident_fields(each) for each in head.get("incidents", ())]
-            yield records, run
+                axes = {n: arrays[f"{i}/{n}"] for n in _ARRAYS if f"{i}/{n}" in arrays}
+                values = {n: arrays[f"{i}/values/{n}"] for n in each["statistics"]}
+                kind, names, types = each["kind"], tuple(each["names"]), tuple(each["types"])
+                fields[SLOTS[kind]] = Record(
+                    kind, names, types, values=values, meta=each["meta"], **axes
+                )
+            incidents = []
+            for each in head.get("incidents", ()):
+                past = {name: np.array(rms, np.float64) for name, rms in each["history"].items()}
+                each |= {"history": past, "steps": np.array(each["steps"], np.int64)}
+                incidents.append(Incident(**{**each, "others": tuple(each["others"])}))
+            rows, info = [dict(row) for row in head["valid"]], dict(head["info"])
+            return Run(**fields, valid=rows, incidents=tuple(incidents), info=info)
         except Exception as why:  # a damaged file may raise anything
             raise OptionError(
                 f"cannot load {path}: hookkit did not write it, or it is damaged. "
                 f"Give a file that save(…, path) wrote."
             ) from why
-
-
-def _incident_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    history = {name: np.array(row, np.float64) for name, row in fields["history"].items()}
-    steps, others = np.array(fields["steps"], np.int64), tuple(fields["others"])
-    return {**fields, "others": others, "steps": steps, "history": history}

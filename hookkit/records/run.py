@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hookkit.checks import check_path
 from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
-from hookkit.records import frames, logs, npz
-from hookkit.records.joining import joined_fields
+from hookkit.files import atomic_write
+from hookkit.records.logs import send
 from hookkit.records.plain import Floats, Ints, PlainValue, label
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ PARAM_STATISTICS = (
 class Reportable:
     """Methods of whatever holds records: send them to other tools, save, judge and draw them.
 
-    Diagnosis and plotting stand above this folder; they are imported when a method is called.
+    The files that do it build on this one; they are imported when a method is called.
     """
 
     def to_df(self) -> DataFrame:
@@ -64,11 +65,17 @@ class Reportable:
         Raises:
             MissingExtraError: pandas is not installed.
         """
-        return frames.to_df(as_run(self))
+        from hookkit.records.frames import to_df
+
+        return to_df(as_run(self))
 
     def to_csv(self, path: str | Path) -> Path:
         """Write that DataFrame as CSV; make missing parent folders; return the path."""
-        return frames.to_csv(as_run(self), path)
+        path = check_path("to_csv", path)
+        table = self.to_df()  # before the file is opened: an error here must leave no file
+        with atomic_write(path, text=True) as file:
+            table.to_csv(file, index=False, lineterminator="\n")
+        return path
 
     def log_to(
         self,
@@ -96,7 +103,7 @@ class Reportable:
             OptionError: one of `statistics` or `layers` was recorded nowhere; a file has another
                 ending.
         """
-        logs.send(writer, as_run(self), {}, statistics, layers)
+        send(writer, as_run(self), {}, statistics, layers)
 
     def save(self, path: str | Path) -> Path:
         """Write what was recorded to one compressed `.npz` file, without pickles; return the path.
@@ -104,7 +111,9 @@ class Reportable:
         `Run.load` reads it. A Run, a Watcher or a Learner also saves losses, epochs, incidents and
         facts. Missing parent folders are made.
         """
-        return npz.save(as_run(self), path)
+        from hookkit.records.npz import save
+
+        return save(as_run(self), path)
 
     def diagnose(self) -> Diagnosis:
         """Say what is wrong with the run, if anything: see `hookkit.diagnosis.diagnose`."""
@@ -336,17 +345,16 @@ class Run(PlainValue, Reportable):
     incidents: tuple[Incident, ...] = ()
     info: dict[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def load(cls, path: str | Path) -> Run:
+    @staticmethod
+    def load(path: str | Path) -> Run:
         """Return the run that `save` wrote, equal in every value.
 
         Raises:
             OptionError: the file is not one of `save`'s, or is damaged.
         """
-        with npz.opened(path) as (records, fields):
-            slots: dict[str, Any] = {SLOTS[each["kind"]]: Record(**each) for each in records}
-            incidents = tuple(Incident(**each) for each in fields.pop("incidents"))
-            return cls(**slots, incidents=incidents, **fields)
+        from hookkit.records.npz import load
+
+        return load(path)
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -373,7 +381,9 @@ class Run(PlainValue, Reportable):
                 begins anywhere else, such as at a checkpoint before the end of this run: read the
                 two one by one.
         """
-        return Run(**joined_fields(self, as_run(later)))
+        from hookkit.records.joining import join
+
+        return join(self, as_run(later))
 
     @property
     def n_epochs(self) -> int:
@@ -446,7 +456,7 @@ def grad_norms(params: Record, n_steps: int | None = None) -> Floats:
     return norms[:n_steps]
 
 
-def _some(names: Any, n: int = 12) -> str:
+def _some(names: Any) -> str:
     listed = [f'"{name}"' for name in names]
-    more = f" … ({len(listed)})" if len(listed) > n else ""
-    return ", ".join(listed[:n]) + more
+    more = f" … ({len(listed)})" if len(listed) > 12 else ""
+    return ", ".join(listed[:12]) + more
