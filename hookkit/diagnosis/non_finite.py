@@ -8,7 +8,7 @@ import numpy as np
 
 from hookkit.diagnosis.finding import Finding
 from hookkit.diagnosis.view import ENOUGH, View, table
-from hookkit.records import Incident, Record
+from hookkit.records import Record
 
 _CLIP = "clip gradients, torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
@@ -47,7 +47,16 @@ _ORIGINS = {
 def non_finite(run: View) -> Iterator[Finding]:
     """Find NaN or Inf: the first step, the first layer in order of execution, where it began."""
     if run.run.incidents:
-        yield _of_incident(run.run.incidents[0])
+        i = run.run.incidents[0]
+        what = f"the first non-finite {i.kind}{f' in {i.type}' * bool(i.type)}"
+        what += f". {i.note.rstrip('.')}" * bool(i.note)
+        origin = {"loss": "loss", "gradient": "gradient", "activation": "function"}.get(i.kind)
+        if "model's input was not finite" in i.note:
+            origin = "data"
+        if "spoiled" in i.note:
+            origin = "param"
+        why, layers = _ORIGINS[origin or "unknown"], (i.name,) if i.name else ()
+        yield Finding("non_finite", "error", what, *why, layers, (i.step,))
         return
     firsts = [(*first, r) for r in run.run.records if (first := _first(r)) is not None]
     if firsts:
@@ -60,18 +69,6 @@ def non_finite(run: View) -> Iterator[Finding]:
     elif lost > 0.05 * of:
         what = f"the loss of {lost} of {of} batches is NaN or Inf"
         yield Finding("non_finite", "warning", what, *_ORIGINS["loss"])
-
-
-def _of_incident(i: Incident) -> Finding:
-    what = f"the first non-finite {i.kind}{f' in {i.type}' * bool(i.type)}"
-    what += f". {i.note.rstrip('.')}" * bool(i.note)
-    origin = {"loss": "loss", "gradient": "gradient", "activation": "function"}.get(i.kind)
-    if "model's input was not finite" in i.note:
-        origin = "data"
-    if "spoiled" in i.note:
-        origin = "param"
-    layers = (i.name,) if i.name else ()
-    return Finding("non_finite", "error", what, *_ORIGINS[origin or "unknown"], layers, (i.step,))
 
 
 def _first(record: Record) -> tuple[int, int] | None:

@@ -1,7 +1,8 @@
 """`report(run, "run.html")`: one self-contained page of a run, the findings first.
 
 The page names what was not recorded, and says why a picture could not be drawn: without matplotlib
-it has none. It shows no name of the machine or the user, and no path.
+it has none. It shows no name of the machine or the user, and no path. It stands here since
+`plotting` cannot be imported without matplotlib.
 """
 
 from __future__ import annotations
@@ -82,6 +83,12 @@ def report(
     flight = f"<h3>Flight recorder</h3><pre>{incidents}</pre>" if incidents else ""
     head = list(dict.fromkeys(key for row in record.valid for key in row))
     cells = [[_cell(row.get(key)) for key in head] for row in record.valid]
+    python = platform.python_version()
+    facts = {"hookkit": __version__, "torch": torch.__version__, "Python": python}
+    for name, fact in record.info.items():
+        if isinstance(fact, (str, bool, int, float)):
+            facts.setdefault(name.replace("_", " "), _cell(fact))
+    facts = {k: v for k, v in facts.items() if not set(v) & set("/\\~@")}  # those hold paths
     losses = picture(methodcaller("plot_loss", record), "Loss by step")
     drawn = picture(methodcaller("plot_run", record, findings=found), "Layers by steps")
     sections = {
@@ -90,7 +97,7 @@ def report(
         "Loss and metrics": losses + (table("Each epoch", head, cells) if head else ""),
         "Layers": "".join(_layers(record)),
         "Model": _model(summary, run),
-        "Environment": _environment(record),
+        "Environment": terms(facts.items()),
     }
     body = "\n".join(f"<section><h2>{head}</h2>{html}</section>" for head, html in sections.items())
     with atomic_write(target, text=True) as file:
@@ -171,15 +178,3 @@ def _model(summary: Any, run: Any) -> str:
         return "<p>No summary was given: report(…, summary=summary(model, x)).</p>"
     html = getattr(summary, "_repr_html_", lambda: None)()
     return html if html else f"<pre>{escape(str(summary))}</pre>"
-
-
-def _environment(run: Run) -> str:
-    facts = {
-        "hookkit": __version__,
-        "torch": torch.__version__,
-        "Python": platform.python_version(),
-    }
-    for name, fact in run.info.items():
-        if isinstance(fact, (str, bool, int, float)) and name not in facts:
-            facts[name.replace("_", " ")] = _cell(fact)
-    return terms((k, v) for k, v in facts.items() if not set(v) & set("/\\~@"))  # those hold paths

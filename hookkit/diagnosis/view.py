@@ -38,23 +38,17 @@ class View:
         name = str(run.info.get("loss_func") or "")
         self.loss_name = name.replace("_", "").lower().removesuffix("loss")
         losses = np.zeros(0) if run.losses is None else np.asarray(run.losses, np.float64)
-        known = np.flatnonzero(np.isfinite(losses))
-        self.first_nan_step: int | None = None
-        if len(known):
-            # a loss that is read every tenth step is NaN between: only a longer gap is an end
-            gap = int(np.diff(known, prepend=-1).max())
-            if len(losses) - 1 - known[-1] > 2 * gap:
-                self.first_nan_step = int(known[-1]) + 1
-        elif len(losses) and run.info.get("nan_losses"):
+        self.first_nan_step = nan_from(losses)
+        self.losses = known = losses[np.isfinite(losses)]
+        if len(losses) and not len(known) and run.info.get("nan_losses"):
             self.first_nan_step = int(run.info.get("first_step", 0))
-        self.losses = losses = losses[known]
         self.loss_start = self.loss_end = np.nan
-        if n := len(losses):
-            self.loss_start = float(np.median(losses[: max(5, n // 20)]))
-            self.loss_end = float(np.median(losses[-max(5, n // 10) :]))
-            if n > 20 and 0 < 3 * losses[0] < self.loss_start and self.loss_end > losses[0]:
+        if n := len(known):
+            self.loss_start = float(np.median(known[: max(5, n // 20)]))
+            self.loss_end = float(np.median(known[-max(5, n // 10) :]))
+            if n > 20 and 0 < 3 * known[0] < self.loss_start and self.loss_end > known[0]:
                 # it tripled with the first step and never came back: what follows is the damage
-                self.loss_start = float(losses[0])
+                self.loss_start = float(known[0])
 
     def lacks(self, need: str) -> str:
         """Return what the run lacks of a rule's need, such as `"parameters"`; "" if nothing."""
@@ -168,7 +162,19 @@ class View:
         return bool(len(size) and size[0] < 1e-4 and size[0] < 1e-3 * size[-1])
 
 
-# --- of one record
+# --- of one series or record
+
+
+def nan_from(values: Floats) -> int | None:
+    """Return the step from which on values are NaN or Inf to the end; None if there is none.
+
+    NaN alone says that a value is not known: a loss may be read every tenth step. So the end counts
+    if it is longer than two of the gaps before. If no value is finite, none is known to be lost.
+    """
+    known = np.flatnonzero(np.isfinite(values))
+    if not len(known) or len(values) - 1 - known[-1] <= 2 * np.diff(known, prepend=-1).max():
+        return None
+    return int(known[-1]) + 1
 
 
 def meta(record: Record, key: str, default: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hookkit.checks import check_number
+from hookkit.diagnosis.view import nan_from
 from hookkit.plotting import figures
 from hookkit.plotting.figures import BLUE, FAINT, KINDS, ORANGE, new_axes, new_figure
 from hookkit.records import Floats, Record, as_record, as_run
@@ -237,17 +238,15 @@ def _one_line(
         ax.plot(at[some], middle, color=BLUE, lw=1.8, label=label)
     if len(points):
         ax.plot(*points.T, "o-", color=ORANGE, ms=4, lw=1, label="validation loss")
-    lost = points[~np.isfinite(points[:, 1]), 0]
-    if len(lost):
+    bad = points[~np.isfinite(points[:, 1]), 0]
+    if len(bad):
         style = {"color": figures.ALARM, "transform": ax.get_xaxis_transform()}
-        ax.plot(lost, np.full(len(lost), 0.97), "x", label="validation: NaN or Inf", **style)
+        ax.plot(bad, np.full(len(bad), 0.97), "x", label="validation: NaN or Inf", **style)
     ratio = 100 if name == "training loss" else 5  # norms differ by factors
     figures.fit_scale(ax, np.append(values[at], points[:, 1]), ratio)
-    # NaN alone says that a value is not known: a loss may be read every tenth step. If the end of
-    # a run is longer than any gap before, the values were NaN there.
-    gap = np.diff(at, prepend=skip - 1).max() if len(at) else 0
-    ended = np.arange(len(values)) > at[-1] if len(at) and len(values) - at[-1] > gap else False
-    figures.mark_broken(ax, np.arange(len(values) + 1.0), np.isinf(values) | ended)
+    broken, lost = np.isinf(values), nan_from(values)
+    broken[len(values) if lost is None else lost :] = True
+    figures.mark_broken(ax, np.arange(len(values) + 1.0), broken)
     ax.legend(fontsize=8, frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
 
 

@@ -12,7 +12,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class PlainValue:
-    """Base of the frozen dataclasses here: equal if all fields are, and their arrays are read-only.
+    """Make the frozen dataclasses here equal if all fields are, and their arrays read-only.
 
     An array that is given stays as it is: a value holds a read-only view of it. So nobody can
     change what a recorder hands out again. To change an array, copy it: `record.hist.copy()`.

@@ -54,7 +54,7 @@ PARAM_STATISTICS = (
 
 
 class Reportable:
-    """Methods of whatever holds records: send them to other tools, save, judge and draw them.
+    """Give whatever holds records its methods: send them to tools, save, judge and draw them.
 
     The files that do it build on this one; they are imported when a method is called.
     """
