@@ -35,6 +35,10 @@ def ctc(log_probs):
     return F.ctc_loss(x, torch.ones(N, 1).long(), torch.full((N,), T), torch.ones(N).long())
 
 
+def on_ones(given):
+    return F.binary_cross_entropy_with_logits(given, torch.ones_like(given))
+
+
 def distillation(student):
     teacher = torch.rand(N, C).softmax(1)
     return F.kl_div(F.log_softmax(student / 2, 1), teacher, reduction="batchmean")
@@ -63,8 +67,10 @@ def test_the_number_of_classes_is_known(loss):
         (lambda: F.nll_loss(scores(), labels()), "scores"),
         (lambda: F.nll_loss(scores().softmax(1).log(), labels()), ""),
         (lambda: ctc(sequences()), "scores"),
-        (lambda: F.binary_cross_entropy_with_logits(column().sigmoid(), torch.ones(N, 1)),
-         "Sigmoid"),
+        (lambda: on_ones(column().sigmoid()), "Sigmoid"),
+        (lambda: on_ones(column().sigmoid().clamp(1e-6, 1)[:2, 0]), "Sigmoid"),
+        (lambda: on_ones(column().sigmoid().squeeze(1).chunk(2)[0]), "Sigmoid"),
+        (lambda: on_ones(column().sigmoid().flatten()[torch.arange(2)]), "Sigmoid"),
         (lambda: F.cross_entropy(10 * column().sigmoid() * scores(), labels()), ""),
         (lambda: F.cross_entropy(scores(), labels()) + distillation(scores().softmax(1)),
          "Softmax"),

@@ -1,7 +1,5 @@
 """What a loop shows beyond its statistics: batches, the loss's graph, gradients that are kept."""
 
-import pickle
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -71,17 +69,11 @@ def test_any_structure_of_tensors_is_seen(given):
     assert probes.read(3) == {"batches": [3, 1]}
 
 
-def test_only_the_first_batches_of_plain_tensors_are_looked_at():
+def test_only_plain_tensors_are_looked_at():
     probes = TrainingProbes()
     probes.see_batch([torch.eye(3).to_sparse(), torch.empty(0), "text"])
     probes.end_step()
     assert probes.read(1) == {}
-
-    for i in range(MANY + 10):
-        probes.see_batch(torch.full((2, 2), float(max(i - MANY, 0))))
-        probes.see_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
-        probes.end_step()
-    assert pickle.loads(pickle.dumps(probes)).read(MANY)["batches"] == [MANY, 1]
 
 
 def test_after_the_first_steps_nothing_is_probed(monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 
 import hookkit
 from hookkit.diagnosis import report_page
-from hookkit.errors import ArgumentError, OptionError
+from hookkit.errors import OptionError
 from hookkit.records import Incident, Run
 from hookkit.testing import synth_learner
 
@@ -162,10 +162,3 @@ def test_nothing_else_is_overwritten(tmp_path: Path, name: str) -> None:
         hookkit.report(made.run(n=5), tmp_path / name)
 
     assert (tmp_path / "mine.html").read_text() == "<html>mine</html>"
-
-
-def test_what_is_no_run_or_no_path_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError):
-        hookkit.report(3, tmp_path / "run.html")
-    with pytest.raises(ArgumentError, match=r"path=3.*give the path of a file"):
-        hookkit.report(made.run(n=5), 3)
