@@ -17,7 +17,6 @@ mpl = pytest.importorskip("matplotlib")
 plt = pytest.importorskip("matplotlib.pyplot")
 plotting = pytest.importorskip("hookkit.plotting")
 figures = pytest.importorskip("hookkit.plotting.figures")
-lines = pytest.importorskip("hookkit.plotting.lines")
 Figure = pytest.importorskip("matplotlib.figure").Figure
 
 PICTURES: dict[str, Callable[..., Any]] = {
@@ -386,14 +385,6 @@ def test_the_start_can_be_left_out_and_where_no_loss_is_known_the_picture_says_s
     assert min(line.get_xdata()[0] for line in lines) >= 50
     without = plotting.plot_loss(made.run(n=10).activations)
     assert [t.get_text() for t in without.axes[0].texts] == ["no training loss recorded"]
-
-
-def test_what_lr_find_found_is_drawn() -> None:
-    lrs = np.logspace(-6, 0, 60)
-    found = lines.plot_lr_find(lrs, np.linspace(2, 1, 60), {"valley": 1e-3})
-
-    assert found.get_xscale() == "log"
-    assert "valley: 0.001" in curves(found)
 
 
 # --- how values are spread
