@@ -68,7 +68,7 @@ after_cancel_fit after_fit
 
 _IDLE: dict[str, Any] = {
     **{"fitting": False, "training": False, "eval_pass": False, "autocast": nullcontext},
-    **{"steps_now": True, "stepped": False},
+    **{"in_epoch": False, "steps_now": True, "stepped": False},
     **{"dl": None, "xb": (None,), "yb": (None,), "pred": None, "loss": None, "loss_grad": None},
     "_callbacks_scaler": None,  # the GradScaler by which a callback made the last step
 }
@@ -107,7 +107,7 @@ class Learner(Loop, Reportable):
         pred, loss, loss_grad: None until the batch gets there; `loss_grad` is what is
             differentiated, `loss` a copy that callbacks may keep.
         losses, epochs: the training loss of each batch, kept where it was computed; for each epoch
-            of the log a dict.
+            its number, its first step, and its row of the log.
         final_record: losses and metrics of the last epoch or validation.
         logger: takes a row per epoch, `recorder.log`; `print` by default.
 
@@ -306,7 +306,9 @@ class Learner(Loop, Reportable):
     def _do_fit(self) -> None:
         for epoch in range(self.epoch, self.n_epoch):
             self.epoch = epoch
+            self.begin_epoch()
             self._with_events("epoch", self._do_epoch)
+            self.in_epoch = False
 
     def _do_epoch(self) -> None:
         self.dl = self.dls.train

@@ -41,9 +41,9 @@ class Loop:
         stepped: whether the current batch has made one.
         in_closure: whether a step is under way that evaluates its batches itself.
         heard: the events that some callback has a method for, each with those callbacks.
-        in_epoch: whether an epoch has begun that is not over (in `watch`).
+        in_epoch: whether an epoch has begun that is not over.
         losses: the losses of the training batches, a `LossLog`.
-        epochs: for each epoch its number and what is known of it.
+        epochs: for each epoch its number, its first step, and the values that are reported of it.
         probes: what the diagnosis wants to know of batches, losses and gradients.
         first_step: the number of its first step, where a library resumes a training; else 0.
         info: facts that are added to the run.
@@ -52,6 +52,7 @@ class Loop:
     # what a driver has besides
     model: Any
     loss_func: Any
+    epoch: int
     n_epoch: Any
     train_iter: int
     opts: Any
@@ -250,6 +251,11 @@ class Loop:
             cb._record(False)
         return on
 
+    def begin_epoch(self) -> None:
+        """Begin an epoch: the steps from now on are its own."""
+        self.in_epoch = True
+        self.epochs.append({"epoch": self.epoch, "step": self.n_steps})
+
     # --- learning rates
 
     def keep_rates(self, opt: Any) -> None:
@@ -332,7 +338,20 @@ class Loop:
 
     def _epochs(self) -> list[dict[str, Any]]:
         """Return the epochs as a `Run` has them: number, last step, losses and metrics."""
-        return [dict(epoch) for epoch in self.epochs]
+        rows = []
+        ends = [epoch["step"] for epoch in self.epochs[1:]] + [self.n_steps]
+        for epoch, end in zip(self.epochs, ends, strict=False):
+            reported = dict(epoch)
+            first, row = reported.pop("step"), {"epoch": reported.pop("epoch")}
+            if end > first or reported:
+                row["step"] = max(end - 1, 0)
+            if (loss := self.losses.mean(first, end)) is not None:
+                row["train_loss"] = loss
+            for name, value in reported.items():
+                numbers = isinstance(value, (Tensor, np.ndarray, np.generic))
+                row[name] = value.tolist() if numbers else value  # sync: one for each tensor
+            rows.append(row)
+        return rows
 
     def _gather(self) -> None:
         self.losses.gather(self._where())

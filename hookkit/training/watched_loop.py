@@ -19,7 +19,6 @@ from threading import Lock, get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, optimizer as global_hooks
@@ -138,8 +137,7 @@ class WatchedLoop(Loop):
         training: True from a training forward to the end of its batch; False in validation.
         epoch, train_iter, n_steps: 0-based, as marked; training batches; optimizer steps.
         loss: of the current batch, detached, if it is known by now; else None.
-        epochs: for each epoch its number, its first step, and the values reported with it; for one
-            with several validations one for each.
+        epochs: as in `Loop`; an epoch with several validations has one for each.
         pred: the live output of the model during `after_pred`, else None.
         n_cancelled_steps: steps that a callback has cancelled (CancelStepException).
         loss_twice: the loss function was called again within a batch.
@@ -394,8 +392,7 @@ class WatchedLoop(Loop):
         if self.other_loss:
             self.warn_of_other_loss()
         if not self.in_epoch:
-            self.in_epoch = True
-            self.epochs.append({"epoch": self.epoch, "step": self.n_steps})
+            self.begin_epoch()
             self("before_epoch", "before_train")
         self.state, self.training, self.stepped, self.loss = BATCH, True, False, None
         self._rolled_out = False
@@ -449,24 +446,6 @@ class WatchedLoop(Loop):
         if self.state in (VALIDATION, EVALUATING):
             self.state = IDLE
             self("after_validate")
-
-    def _epochs(self) -> list[dict[str, Any]]:
-        rows, by_step, steps = [], self.losses.by_step(self.n_steps), self.losses.steps()
-        known = steps[np.diff(steps, prepend=-1) > 0]  # they ascend, so a log need not sort them
-        ends = [epoch["step"] for epoch in self.epochs[1:]] + [self.n_steps]
-        for epoch, end in zip(self.epochs, ends, strict=False):
-            reported = dict(epoch)
-            first, row = reported.pop("step"), {"epoch": reported.pop("epoch")}
-            if end > first or reported:
-                row["step"] = max(end - 1, 0)
-            own = known[(known >= first) & (known < end)]
-            if len(own):
-                row["train_loss"] = float(by_step[own].mean())  # NaN if one of them is
-            for name, value in reported.items():
-                numbers = isinstance(value, (Tensor, np.ndarray, np.generic))
-                row[name] = value.tolist() if numbers else value  # sync: one for each tensor
-            rows.append(row)
-        return rows
 
     # --- losses
 
