@@ -14,10 +14,8 @@ from typing import overload
 
 from hookkit.markup import details, fragment, terms
 
-SEVERITIES = ("note", "warning", "error")
-"""From "good to know" to "look at this" to "this run does not work"."""
-
-_MARKS = {"note": "·", "warning": "!", "error": "✗"}
+MARKS = {"error": "✗", "warning": "!", "note": "·"}
+"""Severity → its mark: "this run does not work", "look at this", "good to know"."""
 
 LOSSES = "losses"
 """What a run needs to be called healthy."""
@@ -72,7 +70,7 @@ class Finding:
 
     def __str__(self) -> str:
         where = f" ({self.where})" if self.where else ""
-        head = f"{_MARKS[self.severity]} {self.severity}  {self.rule}: {self.evidence}{where}."
+        head = f"{MARKS[self.severity]} {self.severity}  {self.rule}: {self.evidence}{where}."
         return f"{head}\n    Cause: {self.cause}. Fix: {self.fix}."
 
 
@@ -119,7 +117,7 @@ class Diagnosis(Sequence[Finding]):
     @property
     def headline(self) -> str:
         """Say in one line the verdict, and how many layers and steps were judged."""
-        counts = [(sum(f.severity == s for f in self), s) for s in SEVERITIES[::-1]]
+        counts = [(sum(f.severity == s for f in self), s) for s in MARKS]
         found = [plural(n, severity) for n, severity in counts if n]
         n_unasked = len({rule for rules in self.not_judged.values() for rule in rules})
         if not self.n_layers and not self.n_steps and not self.findings:

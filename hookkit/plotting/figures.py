@@ -32,8 +32,6 @@ except ImportError:
 # legible on white and on black: a contrast of 4.5 to 1 (WCAG 2.2, 1.4.3).
 ALARM, BLUE, ORANGE, FAINT, GREY = "#d55e00", "#0072b2", "#e69f00", "#767676", "#bcbcbc"
 
-KINDS = {"activation": "activations", "gradient": "gradients", "param": "parameters"}
-
 FEW = 12
 """Lines up to which a legend names each; of more a colour bar names some."""
 

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 
 from hookkit.diagnosis import diagnose
 from hookkit.plotting import figures
-from hookkit.plotting.figures import ALARM, GREY, KINDS
+from hookkit.plotting.figures import ALARM, GREY
 from hookkit.records import Record, as_run
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _heat(ax: Any, record: Record, rows: list[int]) -> set[str]:
     unit = "log10\nupdate:weight" if param else "log10 RMS"
     bar.set_label(unit, fontsize=8)
     bar.ax.tick_params(labelsize=7)
-    head = "Update : weight of matrices" if param else f"RMS of {KINDS[record.kind]}"
+    head = "Update : weight of matrices" if param else f"RMS of {record.kind}s"
     figures.title(ax, head + f", each cell the largest of {every} records" * (every > 1))
     ax.grid(False)
     ax.set_ylim(len(rows) - 0.5, -0.5)  # input on top, as in a summary

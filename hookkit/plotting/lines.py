@@ -10,7 +10,7 @@ import numpy as np
 from hookkit.checks import check_number
 from hookkit.diagnosis.view import nan_from
 from hookkit.plotting import figures
-from hookkit.plotting.figures import BLUE, FAINT, KINDS, ORANGE, new_axes, new_figure
+from hookkit.plotting.figures import BLUE, FAINT, ORANGE, new_axes, new_figure
 from hookkit.records import Floats, Record, as_record, as_run
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ def plot_stats(record: Any, *, fig: Any = None) -> Figure:
     fig = new_figure(fig, 10, 4)
     left, right = fig.subplots(1, 2, sharex=True)
     mean, std = record.value("mean"), record.value("std")
-    _lines(left, record, mean, f"Mean of {KINDS[record.kind]}", key=False)
+    _lines(left, record, mean, f"Mean of {record.kind}s", key=False)
     figures.fit_scale(left, mean)
     right.set_yscale("log")
     std = np.where(std > 0, std, np.nan)  # a log axis has no 0
-    _lines(right, record, std, f"Standard deviation of {KINDS[record.kind]}")
+    _lines(right, record, std, f"Standard deviation of {record.kind}s")
     return fig
 
 
@@ -120,7 +120,7 @@ def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Figur
         values = record.value(statistic)
         _lines(ax, record, values, head, [row], key=False, style="-")
         figures.fit_scale(ax, values[row])
-    fig.suptitle(f"{figures.label(record, row, 80)}: {KINDS[record.kind]}", fontsize=10)
+    fig.suptitle(f"{figures.label(record, row, 80)}: {record.kind}s", fontsize=10)
     return fig
 
 
@@ -155,7 +155,7 @@ def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None)
         if record is None or head not in columns:
             figures.nothing(ax, f"{head}: nothing was recorded")
             continue
-        figures.title(ax, f"{head}: RMS of {KINDS[record.kind]}")
+        figures.title(ax, f"{head}: RMS of {record.kind}s")
         rms, names = record.value("rms"), range(len(record.names))
         rms = np.where((rms > 0) & ~figures.nonfinite(record), rms, np.nan)
         ax.set_yscale("log")

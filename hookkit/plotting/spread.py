@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from hookkit.errors import OptionError
 from hookkit.plotting import figures
-from hookkit.plotting.figures import KINDS, label
+from hookkit.plotting.figures import label
 from hookkit.records import Floats, Record, as_record
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def color_dim(
     _check_hist(record)
     if layer is not None:
         row, ax = record.layer(layer), figures.new_axes(ax)
-        _tiles(ax, record, [row], f"Spread of {KINDS[record.kind]}: {label(record, row, 80)}")
+        _tiles(ax, record, [row], f"Spread of {record.kind}s: {label(record, row, 80)}")
         return ax
     n = len(record.names)
     if ax is not None:
@@ -60,7 +60,7 @@ def color_dim(
     rows = [*range(min(n, MOST))]
     which = f"the first {MOST} of {n} layers" if n > MOST else f"{n} layers"
     fig = figures.new_figure(fig, 10, 0.9 + max(2.2, 1.5 * -(-len(rows) // ACROSS)))
-    _tiles(fig.subplots(), record, rows, f"Spread of {KINDS[record.kind]}, {which}, in order")
+    _tiles(fig.subplots(), record, rows, f"Spread of {record.kind}s, {which}, in order")
     return fig
 
 
@@ -104,10 +104,10 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Axe
     first, last = _used(counts)
     ax.set_xticks(*ticks, fontsize=8)
     ax.set_xlim(edges[first], edges[last + 1])
-    ax.set_xlabel(f"value of {KINDS[record.kind][:-1]}", fontsize=9)
+    ax.set_xlabel(f"value of {record.kind}", fontsize=9)
     ax.set_ylabel("density: share per unit of the axis", fontsize=9)
     none = f"; {len(counts) - len(rows)} layers have no finite value there"
-    head = f"Spread of {KINDS[record.kind]} at step {record.steps[column]}"
+    head = f"Spread of {record.kind}s at step {record.steps[column]}"
     figures.title(ax, head + none * (len(rows) < len(counts)))
     figures.layer_key(ax, record, rows)
     return ax
@@ -182,7 +182,7 @@ def _tiles(ax: Any, record: Record, rows: list[int], head: str) -> None:
     shown, lines = (ticks >= ys[0]) & (ticks <= ys[-1]), range(-(-len(rows) // ACROSS))
     places = [tick - line * down for line in lines for tick in ticks[shown]]
     ax.set_yticks(places, [*np.array(names)[shown]] * len(lines), fontsize=8)
-    ax.set_ylabel(f"value of {KINDS[record.kind][:-1]}", fontsize=9)
+    ax.set_ylabel(f"value of {record.kind}", fontsize=9)
     ax.set_frame_on(False)
     ax.grid(False)
     bar = ax.figure.colorbar(mesh, ax=ax, pad=0.01, aspect=25, fraction=0.03)
