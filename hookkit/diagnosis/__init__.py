@@ -141,8 +141,7 @@ def _remarks(run: Run, looked: Record | None) -> tuple[str, ...]:
         if silent:
             some = ", ".join(silent[:3]) + ", …" * (len(silent) > 3)
             said.append(f"{len(silent)} never gave a value ({some})")
-    for known_facts in (run.info, *(record.meta for record in run.records)):
-        if "rank" in known_facts:
-            said.append(f"{known_facts['rank']} alone; gather() on every rank merges all")
-            break
+    metas = (run.info, *(record.meta for record in run.records))
+    if ranks := [meta["rank"] for meta in metas if "rank" in meta]:
+        said.append(f"{ranks[0]} alone; gather() on every rank merges all")
     return tuple(said)

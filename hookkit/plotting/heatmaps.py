@@ -14,6 +14,7 @@ from hookkit.diagnosis import diagnose
 from hookkit.plotting import figures
 from hookkit.plotting.figures import ALARM, GREY
 from hookkit.records import Record, as_run
+from hookkit.texts import clip
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,8 +68,7 @@ def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None
     patches = [Patch(fc=c, label=text, **edge) for c, text in MEANINGS.items() if c in special]
     if patches:
         fig.legend(handles=patches, fontsize=8, frameon=False, ncols=3, loc="outside upper right")
-    lines = [f"{i}  {str(f).splitlines()[0]}" for i, f in enumerate(found, 1)]
-    lines = [line if len(line) < 150 else f"{line[:149]}…" for line in lines]
+    lines = [clip(f"{i}  {str(f).splitlines()[0]}", 150) for i, f in enumerate(found, 1)]
     fig.supxlabel("\n".join(lines).replace("$", r"\$"), fontsize=8, x=0.01, ha="left")
     return fig
 
