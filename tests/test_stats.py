@@ -10,8 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hookkit.callbacks import Callback
-from hookkit.callbacks.events import CancelBatchException, CancelStepException
+from hookkit.callbacks import Callback, GradientAccumulation
+from hookkit.callbacks.events import (
+    CancelBatchException,
+    CancelStepException,
+    CancelTrainException,
+)
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.recorders.bins import LogBins
@@ -83,6 +87,25 @@ def test_a_cancelled_batch_and_a_step_left_out_leave_nothing() -> None:
     for cb in (learn.activation_stats, learn.gradient_stats, learn.param_stats):
         assert cb.record().iters.tolist() == [1, 2, 5]
     assert learn.activation_stats.record().value("count", 0).tolist() == [16] * 3
+
+
+@pytest.mark.parametrize("cancel", [CancelBatchException, CancelTrainException])
+def test_a_batch_cancelled_after_its_step_leaves_nothing_of_the_step(cancel: Any) -> None:
+    class Cancel(Callback):
+        def after_step(self) -> None:
+            if self.n_steps == 1:
+                raise cancel
+
+    cbs = [ActivationStats(modules=""), GradientStats(modules=""), GradientAccumulation(2), Cancel]
+    learn = synth_learner(n_trn=4, cbs=cbs)
+
+    with learn.no_logging():
+        learn.fit(2)
+
+    for cb in (learn.activation_stats, learn.gradient_stats):
+        record = cb.record()
+        assert record.steps[0] == 1
+        assert set(record.value("count", 0).tolist()) == {32.0}
 
 
 def test_batches_of_one_step_are_merged_and_recomputed_ones_not_seen_twice() -> None:

@@ -87,8 +87,8 @@ class LayerStats(StepRecorder, HookCallback):
     def before_batch(self) -> None:
         """Decides whether this batch is recorded: all batches of one optimizer step, or none."""
         learn, hooks = self.learn, self.hooks
-        if self._batch is not _Batch.IDLE:  # the batch before never ended
-            self.running.discard_batch()
+        if self._batch is not _Batch.IDLE:  # the batch before never ended, maybe after its step
+            self._discard(stepped=learn.n_steps != self._asked)
         hooks.on, hooks.late = self._is_due(learn.n_steps), False
         self._batch, self._iteration = _Batch.OPEN, learn.train_iter
 
@@ -114,7 +114,7 @@ class LayerStats(StepRecorder, HookCallback):
         learn, running, on, batch = self.learn, self.running, self.hooks.on, self._batch
         self.hooks.on, self._batch = False, _Batch.IDLE
         if batch is _Batch.CANCELLED:
-            running.discard_batch()
+            self._discard(learn.stepped)
         elif learn.stepped:
             if not on:  # gradients of a forward that was recorded, which another step has used
                 running.discard_batch()
@@ -131,6 +131,10 @@ class LayerStats(StepRecorder, HookCallback):
             running.discard_step()
         elif on:  # a batch whose scaled gradients have Inf is one whose step AMP has skipped
             running.end_batch(finite_only=running.unscale is not None)
+
+    def _discard(self, stepped: bool) -> None:
+        """Forgets a batch that was cut short, and its step too if that was made."""
+        (self.running.discard_step if stepped else self.running.discard_batch)()
 
     def _is_known(self, learn: Any) -> bool:
         """Return whether what was recorded of the step under way has a meaning."""
