@@ -242,25 +242,6 @@ def test_the_loss_function_can_be_watched_and_is_warned_of_if_called_twice(repor
     assert not reported or w.losses[-1] == pytest.approx(loss.item())
 
 
-def test_a_validation_with_gradients_on_does_not_replace_the_loss_of_an_open_batch():
-    model, mse = net(), nn.MSELoss()
-    opt = sgd(model)
-
-    with watch(model, opt, loss_func=mse) as w:
-        for i, x in enumerate(batches(3)):  # the last one is accumulated, and never stepped
-            loss = mse(model(x), torch.zeros(5, 2))
-            loss.backward()
-            if i == 1:
-                opt.step()
-        model.eval()
-        for x in batches(2):
-            mse(model(x), torch.ones(5, 2))
-        model.train()
-        w.epoch()
-
-    assert w.loop.losses.by_batch()[-1] == loss.item()
-
-
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_model_called_in_parts_has_the_mean_of_its_batches_losses(frozen: bool):
     model = nn.ModuleDict({"body": nn.Linear(4, 8), "head": nn.Linear(8, 1)})

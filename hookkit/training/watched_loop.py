@@ -155,8 +155,8 @@ class WatchedLoop(Loop):
         self.epoch = self.n_cancelled_steps = 0
         self.warned = self.loss_twice = False
         self.step_scaler: Any = None  # the GradScaler that made the last step
-        # what the model returns as its loss is not what backward() is called on; it was warned of
-        self.other_loss = self._warned_of_loss = False
+        # what the model returns as its loss is not what backward() is called on
+        self.other_loss = False
         self._noted = 0  # after how many steps values were reported last
         self._reset()
 
@@ -166,11 +166,9 @@ class WatchedLoop(Loop):
         self.loss: Tensor | None = None
         self._computed: Tensor | None = None  # the last loss that the loss function gave
         self._resume: tuple[State, list[Any]] = IDLE, []  # what PAUSED returns to, and recorders
-        self._rolled_out = False  # the model was evaluated within the batch
         self._in_eval = False  # it ran in eval mode with gradients since the last training batch
         self._stepped: list[Any] = []  # optimizers, in the step under way
         self._last: list[Any] = []  # those that made the step before
-        self._adopted = False  # one that was not known has begun a step
 
     @property
     def opt(self) -> Any:
@@ -251,7 +249,7 @@ class WatchedLoop(Loop):
             self._begin_batch()
         elif self.in_batch:
             self._resume = self.state, self.pause_recorders()
-            self.state, self.training, self._rolled_out = PAUSED, False, True
+            self.state, self.training = PAUSED, False
         else:
             self._close()
             if self.state is IDLE:
@@ -319,8 +317,11 @@ class WatchedLoop(Loop):
     def begin_step(self, opt: Any, closure: bool = False) -> None:
         """Begin a step: `opt.step` was called; with a closure its forwards are still to come."""
         known = opt in self.opts
-        if not known:
-            self.opts, self._adopted = [*self.opts, opt], True
+        joins = bool(self._last) and not (self.training or closure or known)
+        if not known:  # it replaces those whose parameters it holds, with others of its step
+            step = [opt, *(self._last if joins else self._stepped)]
+            held = ids_of(step)
+            self.opts = [o for o in self.opts if o in step or not ids_of([o]) <= held] + [opt]
         if not self.probes.done:
             self.probes.see_step(opt)
         if self.state is PAUSED:  # Ctrl-C has ended a rollout
@@ -333,8 +334,8 @@ class WatchedLoop(Loop):
         for cb in self.cbs if closure and not self._stepped else ():
             if cb.run and hasattr(type(cb), "_before_closure"):
                 cb._before_closure()
-        if self._last and not (self.training or closure or known):
-            self._last.append(opt)  # one more of the step before: from now on it is known
+        if joins:
+            self._last.append(opt)  # one more of the step before
         elif not closure:
             self.begin_update()
 
@@ -382,8 +383,6 @@ class WatchedLoop(Loop):
                 if cb.run and hasattr(type(cb), "_read_gradients"):
                     cb._read_gradients(owned)
 
-    step_began, step_ended = begin_step, end_step  # the names that the docs have shown before
-
     # --- what is open
 
     def _begin_batch(self) -> None:
@@ -395,7 +394,6 @@ class WatchedLoop(Loop):
             self.begin_epoch()
             self("before_epoch", "before_train")
         self.state, self.training, self.stepped, self.loss = BATCH, True, False, None
-        self._rolled_out = False
         self.losses.begin(self.n_steps)
         if "before_batch" in self.heard:
             self("before_batch")
@@ -418,10 +416,6 @@ class WatchedLoop(Loop):
                 self.n_steps, self.stepped = self.n_steps + 1, True
                 if "after_step" in self.heard:
                     self("after_step")
-            if self._adopted:  # forget others, whose parameters those of this step hold
-                held, self._adopted = ids_of(self._last), False
-                stay = [o for o in self.opts if o in self._last or not ids_of([o]) <= held]
-                self.opts = stay
         if self.training:
             self._end_batch()
 
@@ -463,8 +457,8 @@ class WatchedLoop(Loop):
 
     def end_loss(self, loss_func: nn.Module, args: Any, loss: Tensor) -> None:
         """Take the loss that the loss function has computed of `args`."""
-        if not self.training or (self._rolled_out and self.loss is not None):
-            return  # of a validation, maybe with gradients on, after a batch that was not stepped
+        if not self.training:
+            return  # of a validation
         self.loss_twice |= self.loss is not None and self.loss is self._computed
         if args and not self.probes.done:
             self.probes.see_scores(loss_func, args[0])
@@ -477,8 +471,8 @@ class WatchedLoop(Loop):
         A scalar that was only guessed to be the loss is one no more, and nobody need know.
         """
         unknown = self.other_loss and self.losses.certain and not len(self.losses)
-        if unknown and not self._warned_of_loss:
-            self._warned_of_loss = True
+        if unknown and not self.warned:
+            self.warned = True
             warn(
                 f"watch: {type(self.model).__name__} returns a loss, and backward() is called on "
                 f"another: what it returns is not recorded as the loss. Report the one that you "
