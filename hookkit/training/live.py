@@ -104,16 +104,12 @@ class ShowHealth(Callback):
             self._output.show(image + found._repr_html_(), str(found))
             return
         for text in [str(f) for f in new[::-1]] + [found.headline] * (last and not self.findings):
-            _print(f"step {self.learn.n_steps:,}: {text}")
+            tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)  # it prints above its bars
+            say = tqdm.write if tqdm else print
+            say(f"step {self.learn.n_steps:,}: {text}", file=sys.stderr)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_output": None}
 
     def __repr__(self) -> str:
         return f"ShowHealth(every_s={self.every_s:g}, {', '.join(self.findings) or 'no findings'})"
-
-
-def _print(text: str) -> None:
-    """Prints to stderr, above the bars of tqdm if it is in use."""
-    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    (tqdm.write if tqdm else print)(text, file=sys.stderr)

@@ -8,11 +8,9 @@ Builds on `WatchedLoop`, which fires the events. The callbacks are those of the 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hookkit.callbacks.callback import Callback, own_method
@@ -125,7 +123,6 @@ class Watcher(Reportable):
 
     def __init__(self, model: nn.Module, loop: WatchedLoop) -> None:
         self.model, self.loop, self.info = model, loop, loop.info
-        self._with_grad = True
         self._reports = self._entered = False
 
     # --- begin and end
@@ -139,13 +136,13 @@ class Watcher(Reportable):
         if self.loop.fitting:
             raise HookError("watch was started while it is running. Stop it, or make a second one.")
         self.loop._claim()
-        self._with_grad, self._entered = torch.is_grad_enabled(), True
+        self._entered = True
         try:
             self.loop.begin()
             if self.loop.cbs:
                 forget_graphs()  # one that has run would ignore the hooks
         except BaseException:
-            self._take_down()
+            self.loop.end()
             raise
         return self
 
@@ -164,18 +161,13 @@ class Watcher(Reportable):
                 self.loop.end_epoch()
                 self.loop("after_fit")
         finally:
-            self._take_down()
+            self.loop.end()
         if error is None:
             self.loop.warn_of_other_loss()
         why = checks.why_unrecorded(self.loop, self._reports)
         if why and error is None and not self.loop.warned:
             self.loop.warned = True
             warn(why, NeverFiredWarning)
-
-    def _take_down(self) -> None:
-        if isinstance(sys.exception(), KeyboardInterrupt):  # it leaves torch's own `no_grad` on
-            torch.set_grad_enabled(self._with_grad)
-        self.loop.end()
 
     def __enter__(self) -> Watcher:
         return self.start()
