@@ -6,6 +6,7 @@ Names, order and defaults are fastai's (2.8).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from torch.utils.data import default_collate
 
 from hookkit import ranks
 from hookkit.batches import generators_kept, n_batches, no_batches, split_batch, to_device
-from hookkit.callbacks import DEFAULT_CALLBACKS, SchedulerCallback
+from hookkit.callbacks import DEFAULT_CALLBACKS, ProgressCallback, Recorder, SchedulerCallback
 from hookkit.callbacks.events import CANCEL_EXCEPTIONS, CANCELS
 from hookkit.callbacks.optimizers import (
     restore_settings,
@@ -45,7 +46,7 @@ from hookkit.training.groups import (
 )
 from hookkit.training.loop import Loop, instances, listed, no_attribute
 from hookkit.training.lr_finder import SuggestedLRs, find_lr
-from hookkit.training.predicting import Keep, eval_pass, joined, loader_of
+from hookkit.training.predicting import Keep, joined, loader_of
 
 if TYPE_CHECKING:
     from hookkit.summaries.fastai_layout import SummaryText
@@ -66,13 +67,12 @@ after_cancel_fit after_fit
 """
 
 
-_IDLE: dict[str, Any] = {
-    **{"fitting": False, "training": False, "eval_pass": False, "autocast": nullcontext},
-    **{"in_epoch": False, "steps_now": True, "stepped": False},
-    **{"dl": None, "xb": (None,), "yb": (None,), "pred": None, "loss": None, "loss_grad": None},
-    "_callbacks_scaler": None,  # the GradScaler by which a callback made the last step
-}
-"""The state of a run, outside of one."""
+_OF_A_PASS = (
+    *("dl", "xb", "yb", "pred", "loss", "loss_grad", "iter", "n_iter", "train_iter", "pct_train"),
+    *("training", "stepped", "steps_now", "autocast", "scaler", "eval_pass", "final_record"),
+    *("_device", "_by_keyword"),
+)
+"""What a pass without training sets, and the fit around it, or a later one, goes on with."""
 
 
 class Learner(Loop, Reportable):
@@ -121,8 +121,14 @@ class Learner(Loop, Reportable):
     (3, 30)
     """
 
+    autocast: Any
+    dl: Any
+    xb: tuple[Any, ...]
+    yb: tuple[Any, ...]
+    pred: Any
     loss: Any
     loss_grad: Any
+    _callbacks_scaler: Any
 
     def __init__(
         self,
@@ -166,7 +172,7 @@ class Learner(Loop, Reportable):
         self._device: torch.device | None = None  # of the current loader's batches
         self._by_keyword = False  # whether the batch is a mapping
         self._counted: Any = None  # the optimizer whose steps are counted by its own hook
-        vars(self).update(_IDLE)
+        self._end_run()
         own = instances(cbs)
         for default in DEFAULT_CALLBACKS if default_cbs else ():
             if not any(isinstance(cb, default) for cb in own):
@@ -487,7 +493,48 @@ class Learner(Loop, Reportable):
                 self._clean_up()
             finally:
                 torch.set_grad_enabled(with_grad)  # Ctrl-C in torch's own `no_grad` leaves it off
-                vars(self).update(_IDLE)
+                self._end_run()
+
+    @contextmanager
+    def _pass_under_way(self, cbs: Any) -> Iterator[None]:
+        """Prepare for a pass without training; at its end state, modes and records are as before.
+
+        Outside of a fit, the pass has the events of a fit and of an epoch around it, as in fastai.
+        """
+        with ExitStack() as undo:
+            undo.callback(vars(self).update, {name: getattr(self, name) for name in _OF_A_PASS})
+            for module in self.model.modules():
+                undo.callback(setattr, module, "training", module.training)
+            silent = self.pause_recorders()  # the pass is no part of a batch around it
+            for cb in silent:
+                undo.callback(cb._record, True)
+            if self.fitting:  # the epoch has a bar already
+                silent += [cb for cb in self.cbs if isinstance(cb, ProgressCallback)]
+            for cb in silent:
+                undo.callback(setattr, cb, "run", cb.run)
+                cb.run = False
+            for cb in self.cbs:
+                if isinstance(cb, Recorder):
+                    undo.callback(vars(cb).update, dict(vars(cb)))
+                    if self.fitting:  # a validation may be under way
+                        cb._metrics = copy.deepcopy(cb._metrics)
+            self.eval_pass = True
+            undo.enter_context(self.added_cbs(cbs))
+            if not self.fitting:
+                undo.enter_context(self._run_under_way())  # at the end `run` is True again
+                for cb in self.cbs:
+                    cb.run = cb.run and not cb._only_train_loop
+                self("before_fit", "before_epoch")
+                undo.callback(self, "after_epoch", "after_fit")
+            yield
+
+    def _end_run(self) -> None:
+        """Set the state of a run to what it is outside of one."""
+        self.fitting = self.in_epoch = self.training = self.stepped = self.eval_pass = False
+        self.steps_now, self.autocast = True, nullcontext
+        self.dl = self.pred = self.loss = self.loss_grad = None
+        self.xb = self.yb = (None,)
+        self._callbacks_scaler = None  # the GradScaler by which a callback made the last step
 
     def _check_idle(self, call: str) -> None:
         if self.fitting:
@@ -550,7 +597,7 @@ class Learner(Loop, Reportable):
             ModelRunError: there is no data.
         """
         dl = loader_of(self, ds_idx, dl, "validate")
-        with eval_pass(self, cbs):
+        with self._pass_under_way(cbs):
             self._do_epoch_validate(dl)
             record: list[Any] = list(self.final_record or [])
         self.final_record = record
@@ -584,7 +631,7 @@ class Learner(Loop, Reportable):
             RuntimeError, ValueError: batches of different kinds.
         """
         dl, keep = loader_of(self, ds_idx, dl, "get_preds"), Keep(with_input, with_loss)
-        with eval_pass(self, [keep, *listed(cbs)]):
+        with self._pass_under_way([keep, *listed(cbs)]):
             self._do_epoch_validate(dl)
         self._past = [cb for cb in self._past if cb is not keep]  # or its tensors would live on
         if not keep.batches:

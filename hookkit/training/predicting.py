@@ -1,71 +1,16 @@
-"""Passes without training: the parts of `Learner.validate`, `get_preds` and `predict`."""
+"""Predicting: which batches a pass without training reads, and what is kept of them."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, cat, stack
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
 
 from hookkit.batches import has_samples
-from hookkit.callbacks import Callback, ProgressCallback, Recorder
+from hookkit.callbacks import Callback
 from hookkit.callbacks.metrics import gathered
 from hookkit.nested import PLAIN, is_container, leaves, parts_of, rebuilt, tmap
-
-_STATE = (
-    *("dl", "xb", "yb", "pred", "loss", "loss_grad", "iter", "n_iter", "train_iter", "pct_train"),
-    *("training", "stepped", "steps_now", "autocast", "scaler", "eval_pass", "final_record"),
-    *("_device", "_by_keyword"),
-)
-"""What a pass sets, and a fit around it, or a later one, goes on with."""
-
-
-@contextmanager
-def eval_pass(learn: Any, cbs: Any) -> Iterator[None]:
-    """Prepare for a pass without training; at the end state, modes and records are as before.
-
-    Outside of a fit, the pass has the events of a fit and of an epoch around it, as in fastai.
-    """
-    with ExitStack() as undo:
-        undo.enter_context(_attributes_kept(learn, _STATE))
-        for module in learn.model.modules():
-            undo.callback(setattr, module, "training", module.training)
-        silent = learn.pause_recorders()  # the pass is no part of a batch around it
-        for cb in silent:
-            undo.callback(cb._record, True)
-        if learn.fitting:  # the epoch has a bar already
-            silent += [cb for cb in learn.cbs if isinstance(cb, ProgressCallback)]
-        for cb in silent:
-            undo.callback(setattr, cb, "run", cb.run)
-            cb.run = False
-        for cb in learn.cbs:
-            if isinstance(cb, Recorder):
-                undo.enter_context(_attributes_kept(cb, tuple(vars(cb))))
-                if learn.fitting:  # a validation may be under way
-                    cb._metrics = copy.deepcopy(cb._metrics)
-        learn.eval_pass = True
-        undo.enter_context(learn.added_cbs(cbs))
-        if learn.fitting:
-            yield
-            return
-        undo.enter_context(learn._run_under_way())  # at the end `run` is True again
-        for cb in learn.cbs:
-            cb.run = cb.run and not cb._only_train_loop
-        learn("before_fit", "before_epoch")
-        undo.callback(learn, "after_epoch", "after_fit")
-        yield
-
-
-@contextmanager
-def _attributes_kept(x: Any, names: Iterable[str]) -> Iterator[None]:
-    before = {name: getattr(x, name) for name in names}
-    try:
-        yield
-    finally:
-        vars(x).update(before)
 
 
 class Keep(Callback):
