@@ -96,7 +96,7 @@ CANCEL_EXCEPTIONS: tuple[type[Exception], ...] = tuple(CANCELS.values())
 
 
 def not_an_event(name: str) -> str:
-    """The message for a name that is no event.
+    """Return the message for a name that is no event.
 
     >>> not_an_event("on_end")
     "'on_end' is not an event. hookkit.callbacks.events.EVENTS lists all 24."

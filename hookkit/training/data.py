@@ -52,22 +52,22 @@ class DataLoaders:
 
     @property
     def train(self) -> Any:
-        """The loader to learn from."""
+        """Return the loader to learn from."""
         return self.loaders[0]
 
     @property
     def valid(self) -> Any:
-        """The loader to validate on, or None."""
+        """Return the loader to validate on, or None."""
         return self.loaders[1]
 
     @property
     def train_ds(self) -> Any:
-        """The dataset of the training loader, or None if it has none."""
+        """Return the dataset of the training loader, or None if it has none."""
         return getattr(self.train, "dataset", None)
 
     @property
     def valid_ds(self) -> Any:
-        """The dataset of the validation loader, or None if it has none."""
+        """Return the dataset of the validation loader, or None if it has none."""
         return getattr(self.valid, "dataset", None)
 
     def __getitem__(self, i: int) -> Any:

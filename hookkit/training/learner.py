@@ -547,33 +547,33 @@ class Learner(Loop, Reportable):
 
     @property
     def opts(self) -> list[Any]:
-        """The plain torch optimizers, none before the first fit and then one."""
+        """Return the plain torch optimizers, none before the first fit and then one."""
         return [] if self.opt is None else [unwrap_optimizer(self.opt)]
 
     stepped_opts = opts
 
     @property
     def step_scaler(self) -> Any:
-        """The GradScaler that makes the steps, or None."""
+        """Return the GradScaler that makes the steps, or None."""
         scaler: Any = self.scaler or getattr(self.accelerator, "scaler", None)
         scaler = scaler or self._callbacks_scaler
         return scaler if scaler is not None and scaler.is_enabled() else None
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the DataLoaders, where batches go, or else of the first parameter."""
+        """Return the device of the DataLoaders, where batches go, or of the first parameter."""
         device = getattr(self.dls, "device", None)
         first = next(self.model.parameters(), None)
         return device if device is not None or first is None else first.device
 
     @property
     def x(self) -> Any:
-        """The batch's input, or the tuple of them if there are several."""
+        """Return the batch's input, or the tuple of them if there are several."""
         return self.xb[0] if len(self.xb) == 1 else self.xb
 
     @property
     def y(self) -> Any:
-        """The batch's target, or the tuple of them unless there is exactly one."""
+        """Return the batch's target, or the tuple of them unless there is exactly one."""
         return self.yb[0] if len(self.yb) == 1 else self.yb
 
     def _where(self) -> str:
@@ -770,7 +770,7 @@ class Learner(Loop, Reportable):
 
     @property
     def smooth_loss(self) -> float | None:
-        """The Recorder's smoothed training loss; reading it is a read from the device."""
+        """Return the Recorder's smoothed training loss: one read from the device."""
         return getattr(self.cbs_by_name.get("recorder"), "smooth_loss", None)
 
     def show_training_loop(self) -> PrettyString:

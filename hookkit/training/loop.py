@@ -148,7 +148,7 @@ class Loop:
 
     @property
     def cbs_by_name(self) -> dict[str, Callback]:
-        """The callbacks, and those of a past fit, by name; of equal names the last one."""
+        """Return the callbacks, and those of a past fit, by name; of equal names the last one."""
         return {cb.name: cb for cb in [*self._past, *self.cbs]}
 
     # --- sending events
