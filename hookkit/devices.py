@@ -40,7 +40,7 @@ def to_host_async(t: Tensor) -> Callable[[], Tensor]:
     if t.is_cpu:
         return lambda: t
     # in PyTorch 2.11 to 2.13 copies from MPS that are not waited for can give other values
-    if t.device.type == "mps":
+    if t.device.type in ("meta", "mps"):  # of meta tensors that says that they have no values
         there = t.to("cpu")
         return lambda: there
     host = torch.empty_like(t, device="cpu", pin_memory=True)

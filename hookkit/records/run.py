@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from inspect import getattr_static
-from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -223,20 +222,21 @@ class Record(PlainValue, Reportable):
                 f"layer {layer!r}: nothing has been recorded yet. "
                 f"Train first: learn.fit(1), or your loop inside `with watch(…)`."
             )
+        if layer in self.names:
+            return self.names.index(str(layer))
         if isinstance(layer, str):
-            if layer in self.names:
-                return self.names.index(layer)
             near = nearest(layer, self.names) or list(self.names[:3])
             raise SelectionError(
                 f'no recorded layer is called "{layer}". Nearest: {_some(near)}. '
                 f"`.names` lists all {n}."
             )
-        if not -n <= (row := index(layer)) < n:
+        whole = isinstance(layer, (int, np.integer)) and not isinstance(layer, bool)
+        if not whole or not -n <= layer < n:
             raise SelectionError(
                 f"layer {layer}: {n} layers were recorded. "
                 f"Use an index from {-n} to {n - 1}, or a name: {_some(self.names)}."
             )
-        return row % n
+        return int(layer) % n
 
     @property
     def labels(self) -> tuple[str, ...]:
