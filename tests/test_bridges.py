@@ -272,41 +272,6 @@ def test_metrics_of_lightning_are_of_the_epoch_in_which_they_were_logged(tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_each_validation_of_lightning_within_an_epoch_is_kept(tmp_path):
-    module, validated = lightning_module("self"), []
-
-    def on_validation_end(self):
-        if not self.trainer.sanity_checking:
-            validated.append(self.trainer.callback_metrics["val_loss"].item())
-
-    type(module).on_validation_end = on_validation_end
-    bridge = bridge_of("lightning")
-    trainer = lightning_trainer(tmp_path, 1, bridge, val_check_interval=2)
-
-    trainer.fit(module, loader(), loader())
-
-    rows = [row for row in bridge.watcher.run_record().valid if "valid_loss" in row]
-    assert len(validated) == N // 2 * EPOCHS
-    assert [row["valid_loss"] for row in rows] == validated
-    assert [row["step"] for row in rows] == list(range(1, N * EPOCHS, 2))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_each_evaluation_of_hugging_face_within_an_epoch_is_kept(tmp_path):
-    model, bridge = Net(), bridge_of("transformers")
-    options = {"eval_strategy": "steps", "eval_steps": 2}
-
-    trainer = hugging_face(model, bridge, out=tmp_path, **options)
-    trainer.train()
-
-    seen = [(e["step"] - 1, e["eval_loss"]) for e in trainer.state.log_history if "eval_loss" in e]
-    rows = [row for row in bridge.watcher.run_record().valid if "valid_loss" in row]
-    assert len(seen) == N * EPOCHS // 2
-    assert [(row["step"], row["valid_loss"]) for row in rows] == seen
-
-
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_bad_step_of_lightning_is_skipped(tmp_path, by_hand: bool):
     module, flight, params = lightning_module("self"), FlightRecorder("skip"), ParamStats()

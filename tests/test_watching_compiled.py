@@ -3,7 +3,7 @@
 import pytest
 import torch
 from hooked import n_hooks
-from test_watching import BATCH, CLOSE, OPEN, Log, batches, net, sgd, train
+from test_watching import BATCH, CLOSE, OPEN, Log, net, sgd, train
 from torch import nn
 
 from hookkit.errors import CompiledWarning
@@ -116,21 +116,3 @@ def test_a_model_is_recorded_as_well_when_what_compile_returned_is_called():
 
     for eager, compiled in zip(recorded(False), recorded(True), strict=True):
         assert compiled == pytest.approx(eager, rel=1e-5)
-
-
-def test_a_compiled_train_step_is_seen_with_marks():
-    model, log = Net(), Log()
-    opt = sgd(model)
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def forward_loss(x: torch.Tensor) -> torch.Tensor:
-        return model(x).pow(2).mean()
-
-    with watch(model, opt, log) as w:
-        for x in batches():
-            w.batch()
-            forward_loss(x).backward()
-            opt.step()
-
-    step = ["before_batch", "before_step", "after_step", "after_batch"]
-    assert log.events == OPEN + step * 3 + CLOSE

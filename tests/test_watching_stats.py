@@ -73,6 +73,25 @@ def test_the_records_are_those_of_the_learner():
     same(own.gradients, other.gradients)
     same(own.params, other.params)
     np.testing.assert_allclose(own.losses, other.losses, rtol=1e-6)
+    for row, true in zip(own.valid, other.valid, strict=True):
+        assert (row["epoch"], row["step"]) == (true["epoch"], true["step"])
+        assert row["train_loss"] == pytest.approx(true["train_loss"])
+
+
+def test_a_fit_that_is_interrupted_has_a_row_for_the_epoch_that_it_was_in():
+    pair, stop = (data(), data(2)), Callback(after_step=lambda self: 1 / (self.n_steps != 8))
+    learn = Learner(pair, net(1), nn.MSELoss(), torch.optim.SGD, lr=0.1)
+
+    with learn.no_logging():
+        with pytest.raises(ZeroDivisionError):
+            learn.fit(2, cbs=stop)
+        learn.fit(1)
+
+    rows, losses = learn.run_record().valid, learn.losses.by_step(14)
+    assert [(row["epoch"], row["step"]) for row in rows] == [(0, 5), (1, 7), (0, 13)]
+    means = [losses[:6].mean(), losses[6], losses[8:].mean()]
+    assert [row["train_loss"] for row in rows] == pytest.approx(means)
+    assert ["valid_loss" in row for row in rows] == [True, False, True]
 
 
 @pytest.mark.parametrize("late", [False, True])

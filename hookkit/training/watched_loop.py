@@ -316,6 +316,8 @@ class WatchedLoop(Loop):
 
     def begin_step(self, opt: Any, closure: bool = False) -> None:
         """Begin a step: `opt.step` was called; with a closure its forwards are still to come."""
+        if self.state is PAUSED:  # Ctrl-C has ended a rollout
+            self._end_rollout()
         known = opt in self.opts
         joins = bool(self._last) and not (self.training or closure or known)
         if not known:  # it replaces those whose parameters it holds, with others of its step
@@ -324,8 +326,6 @@ class WatchedLoop(Loop):
             self.opts = [o for o in self.opts if o in step or not ids_of([o]) <= held] + [opt]
         if not self.probes.done:
             self.probes.see_step(opt)
-        if self.state is PAUSED:  # Ctrl-C has ended a rollout
-            self._end_rollout()
         if opt in self._stepped and graph_task() == -1:
             self._close()  # it steps again, and no forward was seen in between
         self.in_closure = closure
