@@ -92,19 +92,14 @@ class RangeBins:
 
 def count(x: Any, bins: LogBins | RangeBins) -> Any:
     """Return (n,) counts of the finite values of an array, float32 or float64."""
-    return np.bincount(bins.places(narrowed(x)), minlength=bins.n + 1)[:-1]
+    if x.dtype != np.float32:
+        most = np.finfo(np.float32).max
+        x = np.where(np.isinf(x), x, np.clip(x, -most, most)).astype(np.float32)
+    return np.bincount(bins.places(x), minlength=bins.n + 1)[:-1]
 
 
-def narrowed(x: Any) -> Any:
-    """Return an array in float32, in which finite values stay finite."""
-    if x.dtype == np.float32:
-        return x
-    most = np.finfo(np.float32).max
-    return np.where(np.isinf(x), x, np.clip(x, -most, most)).astype(np.float32)
-
-
-def narrowed_tensor(x: Tensor) -> Tensor:
-    """Return the same of a tensor, and a copy of it."""
+def narrowed(x: Tensor) -> Tensor:
+    """Return a copy of a tensor in float32, in which finite values stay finite."""
     if x.dtype is torch.float64:
         most = torch.finfo(torch.float32).max
         x = x.clamp(-most, most).where(x.isfinite(), x)

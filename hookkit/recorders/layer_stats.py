@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from enum import Enum
+from operator import index
 from threading import get_ident
 from typing import Any
 
@@ -153,10 +154,6 @@ class LayerStats(StepRecorder, HookCallback):
 
     # --- reading
 
-    @property
-    def _version(self) -> Any:
-        return self.table.n_steps, len(self.running.names)
-
     def _read(self, since: int) -> Record:
         return self.running.record(since)
 
@@ -174,19 +171,16 @@ class LayerStats(StepRecorder, HookCallback):
         """
         record = self.record()
         if self._listed is None or self._listed[0] is not record:
-            self._listed = record, list_stats(record, self._shown(record))
+            rows = [record.layer(name) for name in self.names]  # none is hooked for parameters
+            self._listed = record, list_stats(record, rows or list(range(len(record.names))))
         return self._listed[1]
-
-    def _shown(self, record: Record) -> list[int]:
-        """Return the rows that `stats` shows."""
-        return [record.layer(name) for name in self.names]
 
     def _row_of(self, layer: int | str) -> int:
         """Return the row of a module's number in `names`, or of a row's name."""
         record, n = self.record(), len(self.names)
-        if isinstance(layer, (int, np.integer)) and not isinstance(layer, bool) and -n <= layer < n:
-            return record.layer(self.names[layer])
-        return record.layer(layer)  # a name; or it raises
+        if not isinstance(layer, str) and -n <= index(layer) < n:
+            layer = self.names[layer]
+        return record.layer(layer)
 
     def layer_stats(self, layer: int | str) -> L:
         """Return an `L` of one layer's means, stds and shares near zero over the records."""
@@ -199,17 +193,10 @@ class LayerStats(StepRecorder, HookCallback):
         Raises:
             OptionError: no histogram was recorded.
         """
-        hist = self._with_hist().hist
-        assert hist is not None
-        return torch.from_numpy(np.log1p(hist[self._row_of(layer)])).float()
-
-    def _with_hist(self) -> Record:
-        """Return the record; raises if it has no histogram."""
-        record = self.record()
-        if record.hist is None:
-            who = type(self).__name__
+        hist, who = self.record().hist, type(self).__name__
+        if hist is None:
             raise OptionError(f"{who} recorded no histogram. Make it with {who}(with_hist=True).")
-        return record
+        return torch.from_numpy(np.log1p(hist[self._row_of(layer)])).float()
 
     def tensor(self) -> Tensor:
         """Return (2, n_modules, n_records) float32: means and stds, fastai v1's `stats`."""
@@ -253,18 +240,13 @@ class LayerStats(StepRecorder, HookCallback):
         Raises:
             OptionError: no histogram was recorded, or `ax` was given for all layers.
         """
-        record = self._with_hist()  # before matplotlib is imported
-
         from hookkit import plotting
-        from hookkit.plotting.figures import new_axes, new_figure
 
-        if layer is None:
-            figure = None if figsize is None or ax is not None else new_figure(None, *figsize)
-            return plotting.color_dim(record, ax=ax, fig=figure)
-        row = self._row_of(layer)  # before a figure is made
-        if ax is None:
-            ax = new_axes(None, *(figsize or (10, 5)))
-        return plotting.color_dim(record, layer=row, ax=ax)
+        row = None if layer is None else self._row_of(layer)
+        drawn = plotting.color_dim(self.record(), row, ax=ax)
+        if ax is None and (figsize is not None or row is not None):
+            drawn.figure.set_size_inches(figsize or (10, 5))
+        return drawn
 
     def plot_layer_stats(self, layer: int | str) -> Any:
         """Draw mean, std and share near zero of a layer over steps: `plotting.plot_layer_stats`."""
@@ -498,9 +480,6 @@ class GradientStats(LayerStats):
             if p.grad is not None and id(p) in ids:
                 self._noted.add(id(p))
                 self.running.update(row, 0, "", p.grad)
-
-    def _shown(self, record: Record) -> list[int]:
-        return super()._shown(record) if self.of == "outputs" else list(range(len(record.names)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_found": None}

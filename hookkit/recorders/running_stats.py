@@ -32,7 +32,7 @@ from hookkit.devices import to_host_async
 from hookkit.hooks.values import is_transforming
 from hookkit.nested import leaves
 from hookkit.recorders import step_recorder, triton_rows, unit_stats as units
-from hookkit.recorders.bins import LogBins, RangeBins, count, narrowed_tensor, sample_of
+from hookkit.recorders.bins import LogBins, RangeBins, count, narrowed, sample_of
 from hookkit.recorders.graph_op import enlist, show_traced
 from hookkit.recorders.moments import (
     SMALL,
@@ -207,7 +207,7 @@ class RunningStats:
             fused = triton_rows.serves(x.device)
             moment = triton_rows.sums_of(values, eps) if fused else moments(widened(values), eps)
             if self.options.bins is not None:
-                samples = [narrowed_tensor(values[sample_of(len(values), self.table.n_steps)])]
+                samples = [narrowed(values[sample_of(len(values), self.table.n_steps)])]
             if self.options.units:
                 alive, full = units.look_at_tensor(x, self.types[row], dim)
         return Entry(moment, (), samples, alive, full)

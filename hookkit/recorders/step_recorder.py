@@ -53,9 +53,9 @@ class StepRecorder(Reportable, Callback):
             every = check_number(who, "every", every, 1, whole=True, what=what)
         self.every: Any = every
         self._count_from(0)
-        # the last record and that of all ranks, each with the `_version` that it is of
-        self._own: tuple[Any, Record] | None = None
-        self._whole: tuple[Any, Record] | None = None
+        # the last record and that of all ranks, each with the number of steps that it is of
+        self._own: tuple[int, Record] | None = None
+        self._whole: tuple[int, Record] | None = None
 
     # --- steps
 
@@ -74,6 +74,7 @@ class StepRecorder(Reportable, Callback):
                 f'{type(self).__name__}(every="auto"): each process would choose steps of its own, '
                 f"and gather() could not merge them. Give a number, such as every=10."
             )
+        self._own = None  # this fit may have other layers
         self._count_from(self.learn.n_steps)
 
     def _is_due(self, n_steps: int) -> bool:
@@ -132,7 +133,7 @@ class StepRecorder(Reportable, Callback):
 
     def _since(self, step: int) -> Record:
         """Return what was recorded after `step`, and at least the last record; all with -1."""
-        version = self._version
+        version = self.table.n_steps
         for kept in (self._whole, self._own if step < 0 else None):
             if kept is not None and kept[0] == version:
                 return kept[1]
@@ -143,11 +144,6 @@ class StepRecorder(Reportable, Callback):
             self._own = version, record
         return record
 
-    @property
-    def _version(self) -> Any:
-        """What changes when there is more to read."""
-        return self.table.n_steps
-
     def _gather(self) -> None:
         """Merges what all ranks recorded, for `record()`: each of them has to call.
 
@@ -155,7 +151,7 @@ class StepRecorder(Reportable, Callback):
             HookError: on every rank, if they recorded different steps or with other options.
         """
         if ranks.is_distributed():
-            self._whole = self._version, self._read_ranks()
+            self._whole = self.table.n_steps, self._read_ranks()
 
     def _read(self, since: int) -> Record:
         """Return what this process recorded after the step `since`; at least the last column."""
