@@ -17,7 +17,6 @@ from functools import wraps
 from itertools import chain
 from threading import Lock, get_ident
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -515,20 +514,18 @@ class LoopHooks:
     training call of any of its parts begins a batch, and the next call of that same part another.
 
     Attributes:
-        loop: the `WatchedLoop`, from `attach` to `remove`. It holds this object, so that a longer
-            reference would keep the model until the garbage collector runs.
+        loop: the `WatchedLoop`, from `attach` to `remove`, else None: it holds this object, so a
+            longer reference would keep the model until the garbage collector runs.
         root_ran: a training forward of the model itself was seen.
         in_graph: the model ran inside a graph that `torch.compile` made of something around it.
         elsewhere: a training forward was seen in another thread.
     """
 
-    loop: WatchedLoop
-
     def __init__(self, model: nn.Module) -> None:
+        self.loop: Any = None
         self.outer, self.model = model, unwrap(model)
         self.root_ran = self.in_graph = self.elsewhere = False
         self._first_part: nn.Module | None = None  # the part that began the batch
-        self._of_model: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
         self._begin()
 
     def _begin(self) -> None:
@@ -563,16 +560,12 @@ class LoopHooks:
         _listen(self, False)
         remove_all([*self._handles, *self._on_parts])
         self._thread = 0  # what is under way no longer counts
-        vars(self).pop("loop", None)
+        self.loop = None
 
     def owns(self, opt: Optimizer) -> bool:
-        """Tell whether `opt` holds a parameter of the model; again if it gets more groups."""
-        n, owned = self._of_model.get(opt, (-1, False))
-        if n != len(opt.param_groups):
-            own = {id(p) for p in chain(self.outer.parameters(), self.model.parameters())}
-            owned = any(id(p) in own for group in opt.param_groups for p in group["params"])
-            self._of_model[opt] = len(opt.param_groups), owned
-        return owned
+        """Tell whether `opt` holds a parameter of the model."""
+        own = {id(p) for p in chain(self.outer.parameters(), self.model.parameters())}
+        return not own.isdisjoint(ids_of([opt]))
 
     # --- forwards
 
@@ -629,7 +622,7 @@ class LoopHooks:
         """Begin a step of any optimizer; return its arguments, if its closure is reported."""
         if is_compiling() or (get_ident() != self._thread and graph_task() == -1):
             return None  # in a backward pass a thread of autograd's may make a step that counts
-        loop = vars(self).get("loop")  # another thread may just have ended it
+        loop = self.loop  # another thread may just have ended it
         if loop is None or not (opt in loop.opts or self.owns(opt)):
             return None
         if getattr(opt, "found_inf", None) is not None and skips_step(opt):
@@ -659,8 +652,8 @@ class LoopHooks:
                 result = closure(*args, **kwargs)
             finally:
                 self._evaluates = False
-            if first and (loop := vars(self).get("loop")) is not None:
-                loop.begin_update()
+            if first and self.loop is not None:
+                self.loop.begin_update()
             first = False
             return result
 
