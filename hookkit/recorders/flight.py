@@ -28,7 +28,7 @@ from hookkit.hooks.calls import graph_task
 from hookkit.modules import class_name, unwrap
 from hookkit.recorders.graph_op import enlist, show_traced
 from hookkit.recorders.layer_hooks import LayerHooks
-from hookkit.recorders.moments import plain
+from hookkit.recorders.moments import norm, plain
 from hookkit.recorders.parameters import grad_norms, named_parameters
 from hookkit.records import Incident
 
@@ -275,9 +275,9 @@ class Batch:
         """Return the joint norm of the gradients of each module, by the id of its parameters."""
         found: dict[str, float] = {}
         for ids, norms in self.grads:
-            for i, norm in zip(ids, norms.tolist(), strict=True):  # sync: after an incident
+            for i, own in zip(ids, norms.tolist(), strict=True):  # sync: after an incident
                 name = owners.get(i, "")
-                found[name] = math.hypot(found.get(name, 0.0), norm)
+                found[name] = math.hypot(found.get(name, 0.0), own)
         return found
 
 
@@ -295,14 +295,11 @@ class Memory:
         if torch.compiler.is_compiling():
             show_traced(self, row, leaf, path, t)
         elif t.is_floating_point() and (values := plain(t)) is not None and values.numel():
-            t = values
-            wide = t.dtype if t.itemsize > 2 else torch.float32
-            norm = torch.linalg.vector_norm(t.to(wide) if t.itemsize < 2 else t, dtype=wide)
-            outputs, name = self.batches[-1].outputs, self.names[row]
+            outputs, name, whole = self.batches[-1].outputs, self.names[row], norm(values)
             before, n = outputs.get(name, (None, 0))
             if before is not None:
-                norm = torch.hypot(before.to(norm), norm)
-            outputs[name] = norm, n + t.numel()
+                whole = torch.hypot(before.to(whole), whole)
+            outputs[name] = whole, n + values.numel()
 
     def incident(self, batch: Batch, model: nn.Module) -> Incident:
         """Return what was not finite in `batch`, and the norms of the batches before it."""

@@ -87,6 +87,16 @@ def widened(t: Tensor) -> Tensor:
     return t.to(torch.float64 if t.dtype in _WIDE else torch.float32)
 
 
+def norm(t: Tensor) -> Tensor:
+    """Return the 2-norm of a plain tensor of floats, in its dtype or, if that has 16 bits or less,
+    in float32.
+    """
+    wide = t.dtype if t.itemsize > 2 else torch.float32
+    # without a copy in float32, which may be too large for a device; float8 has no arithmetic
+    result: Tensor = torch.linalg.vector_norm(t.to(wide) if t.itemsize < 2 else t, dtype=wide)
+    return result
+
+
 def moments(x: Tensor, eps: float) -> Tensor:
     """Return the row of a flat tensor, (9,) in its device's widest float; the host reads nothing.
 

@@ -202,7 +202,8 @@ class ParamStats(StepRecorder):
 
     def _read_ranks(self) -> Record:
         own, places = self._sums(), self.table.places().tolist()
-        facts = {"steps": [tuple(place) for place in places], "options": self.names, "sums": own}
+        steps = [tuple(place) for place in places]
+        facts = {"steps": steps, "names": self.names, "options": [], "sums": own}
         parts = from_all_ranks("params", facts)
         # norms of shards add in squares; replicas are alike on all ranks
         sharded = np.array([facts["sharded"] for facts in self._facts.values()], bool)

@@ -41,6 +41,7 @@ from hookkit.recorders.moments import (
     flat,
     merge,
     moments,
+    norm,
     plain,
     statistics,
     widened,
@@ -190,10 +191,7 @@ class RunningStats:
                     number = self._small.add(x)
                     assert number is not None
                 return Entry(None, ((self._small, number),), None, alive, full)
-        if x.flags.c_contiguous:
-            values = x.reshape(-1)
-        else:  # in memory order, without a copy where that is dense
-            values = x.transpose(np.argsort([-n for n in x.strides], kind="stable")).reshape(-1)
+        values = x.reshape(-1) if x.flags.c_contiguous else flat(torch.from_numpy(x)).numpy()
         with np.errstate(all="ignore"):  # the user's own setting may raise
             counts = None
             if bins is not None:
@@ -217,11 +215,8 @@ class RunningStats:
         t = None if is_transforming() else next(iter(leaves(inputs)), None)
         x = plain(t) if t is not None and t.is_floating_point() else None
         if x is not None and x.numel():
-            wide = x.dtype if x.itemsize > 2 else torch.float32
             with torch.inference_mode(False), torch.no_grad():
-                # without a copy in float32, which may be too large for a device
-                x = x.to(wide) if x.itemsize < 2 else x
-                rms = torch.linalg.vector_norm(x, dtype=wide) / math.sqrt(x.numel())
+                rms = norm(x) / math.sqrt(x.numel())
             self._input_rms.setdefault(row, []).append(rms)
 
     # --- steps
@@ -233,7 +228,7 @@ class RunningStats:
     def end_batch(self, *, finite_only: bool = False) -> None:
         """Keeps the batch for its step; with `finite_only` only if all of its values are finite."""
         if not (finite_only and any(_has_nonfinite(entry) for entry in self._batch.values())):
-            self._step = _together(self._step, self._batch)
+            self._step = _together(self._step, self._batch) if self._step else self._batch
         self._batch = {}
 
     def discard_step(self) -> None:
@@ -242,8 +237,8 @@ class RunningStats:
 
     def end_step(self, step: int, epoch: int, iteration: int) -> None:
         """Ends the step: all that was seen since the last `end_step` is its record."""
-        entries = _together(self._step, self._batch) if self._step else self._batch
-        self._step, self._batch = {}, {}
+        self.end_batch()
+        entries, self._step = self._step, {}
         sent = {row: e for row, e in entries.items() if isinstance(e.row, Tensor)}
         wait = _send(sent, self.options.bins) if sent else None
         # without `self`, which holds the table: the two would wait for the garbage collector
@@ -266,19 +261,14 @@ class RunningStats:
         units is the mean of the ranks' shares.
 
         Raises:
-            HookError: on every rank, if they recorded different steps or with other options.
+            HookError: on every rank, if they recorded other steps or layers, or with other options.
         """
         whole, *others = step_recorder.from_all_ranks(f"{self.kind}s", self._parts())
         for other in others:
-            types = {**whole["types"], **other["types"]}
-            names, tables = list(types), {}
-            for name, field in self.table.fields.items():
-                both = [field.blanks(len(whole["steps"]), len(names)) for _ in range(2)]
-                for table, part in zip(both, (whole, other), strict=True):
-                    table[:, [names.index(layer) for layer in part["types"]]] = part["tables"][name]
-                tables[name] = field.merge(*both)
-            known = {key: {**other[key], **whole[key]} for key in ("dtypes", "input_rms")}
-            whole = {**whole, **known, "types": types, "tables": tables}
+            for name, table in whole["tables"].items():
+                whole["tables"][name] = self.table.fields[name].merge(table, other["tables"][name])
+            for key in ("dtypes", "input_rms"):
+                whole[key] = {**other[key], **whole[key]}
         return self._record(whole)
 
     def _parts(self, first: int = 0) -> dict[str, Any]:
@@ -287,6 +277,7 @@ class RunningStats:
         edges = ["no bins"] if bins is None else bins.edges.tolist()
         table = self.table
         return {
+            "names": [*names],
             "types": dict(zip(names, self.types, strict=True)),
             "steps": [tuple(place) for place in table.places(first).tolist()],
             "options": [self.options.eps, "units" if self.options.units else "no units", *edges],
