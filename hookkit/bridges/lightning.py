@@ -24,43 +24,43 @@ class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
         self._seen: dict[str, Tensor] = {}  # the metrics, when they were last looked at
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begins: after the sanity check, with the optimizers made."""
+        """Begin: after the sanity check, with the optimizers made."""
         opts = list(trainer.optimizers) or None
         self.begin(pl_module, opts, trainer.current_epoch, trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Reports the loss; Lightning's is divided by the number of accumulated batches."""
+        """Report the loss; Lightning's is divided by the number of accumulated batches."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         # a step that optimizes by hand may return anything
         if isinstance(loss, float) or (isinstance(loss, Tensor) and loss.numel() == 1):
             self.watcher.loss(loss * trainer.accumulate_grad_batches)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Adds what the module has logged in its own `on_train_epoch_end`, which comes later."""
+        """Add what the module has logged in its own `on_train_epoch_end`, which comes later."""
         self.note(**self._new_metrics(trainer))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Adds the metrics of one validation: an epoch may have several."""
+        """Add the metrics of one validation: an epoch may have several."""
         if not trainer.sanity_checking:
             self.note(**self._new_metrics(trainer))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Marks the epoch; its validation, if it has one, has run."""
+        """Mark the epoch; its validation, if it has one, has run."""
         self.epoch(**self._new_metrics(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Adds what was logged last, and ends."""
+        """Add what was logged last, and end."""
         self.note(**self._new_metrics(trainer))
         self.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Ends; what was recorded stays."""
+        """End; what was recorded stays."""
         self.end(exception)
 
     def _new_metrics(self, trainer: Any) -> dict[str, Tensor]:
-        """The metrics that were computed since the last look.
+        """Return the metrics that were computed since the last look.
 
         Lightning keeps all others, in the same tensors: of a validation some epochs ago, say.
         """

@@ -20,19 +20,19 @@ class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begins."""
+        """Begin the watch."""
         opt = kwargs.get("optimizer")
         self.begin(kwargs["model"], opt, int(state.epoch or 0), state.global_step)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Marks the epoch."""
+        """Mark the epoch."""
         self.epoch()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Adds the numbers of an evaluation to the epoch: `eval_loss` as `valid_loss`."""
+        """Add the numbers of an evaluation to the epoch: `eval_loss` as `valid_loss`."""
         found = {k.removeprefix("eval_"): v for k, v in kwargs.get("metrics", {}).items()}
         self.note(**{"valid_loss" if k == "loss" else k: v for k, v in found.items()})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ends."""
+        """End the watch."""
         self.end()

@@ -62,24 +62,24 @@ class ShowHealth(Callback):
         self.findings: dict[str, Finding] = {}
 
     def before_fit(self) -> None:
-        """Begins to look, on the first rank."""
+        """Begin to look, on the first rank."""
         if ranks.rank() == 0:
             self._output = Output() if in_notebook() else None
             self._next = time.perf_counter() + max(self.every_s, 15.0 if self._output else 0.0)
 
     def before_batch(self) -> None:
-        """Looks if it is time, and if a step was made since the last batch."""
+        """Look if it is time, and if a step was made since the last batch."""
         n, self._n_steps = self._n_steps, self.learn.n_steps
         if n < self._n_steps and time.perf_counter() >= self._next:
             self._look()
 
     def after_fit(self) -> None:
-        """Looks once more, and says the verdict if nothing was found."""
+        """Look once more, and print the verdict if nothing was found."""
         if self._next < float("inf"):
             self._look(last=True)
 
     def cleanup_fit(self) -> None:
-        """What was shown last stays."""
+        """Look no more; what was shown last stays."""
         self._next = float("inf")
 
     def _look(self, last: bool = False) -> None:

@@ -171,17 +171,17 @@ class WatchedLoop(Loop):
 
     @property
     def opt(self) -> Any:
-        """The first optimizer, or None while none is known."""
+        """Return the first optimizer, or None while none is known."""
         return self.opts[0] if self.opts else None
 
     @property
     def stepped_opts(self) -> list[Any]:
-        """The optimizers that made the last step; all, where steps are not seen."""
+        """Return the optimizers that made the last step; all, where steps are not seen."""
         return self._stepped or self._last or self.opts
 
     @property
     def in_batch(self) -> bool:
-        """Whether a training batch has begun, and no optimizer has stepped since."""
+        """Tell whether a training batch has begun, and no optimizer has stepped since."""
         return self.state in (MARKED, BATCH)
 
     def __getattr__(self, name: str) -> Any:

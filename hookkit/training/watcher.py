@@ -173,7 +173,7 @@ class Watcher(Reportable):
         return self.start()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        """A callback's CancelFitException ends the block, and is not raised."""
+        """Stop; a callback's CancelFitException ends the block, and is not raised."""
         self.stop(error)
         return isinstance(error, CancelFitException)
 
@@ -240,7 +240,7 @@ class Watcher(Reportable):
 
     @property
     def losses(self) -> Floats:
-        """The training loss of each optimizer step: (n_steps,) float64, NaN if it is unknown."""
+        """Return the training loss of each step: (n_steps,) float64, NaN if it is unknown."""
         loop = self._runner
         return loop.losses.by_step(loop.n_steps)[loop.first_step :]
 
@@ -257,17 +257,17 @@ class Watcher(Reportable):
 
     @property
     def opt(self) -> Any:
-        """The first optimizer; None while none was given and none has stepped."""
+        """Return the first optimizer; None while none was given and none has stepped."""
         return self.loop.opt
 
     @property
     def n_steps(self) -> int:
-        """Optimizer steps so far, in all its runs."""
+        """Return the optimizer steps so far, in all its runs."""
         return self.loop.n_steps - self.loop.first_step
 
     @property
     def cbs(self) -> Any:
-        """The callbacks, as they were given."""
+        """Return the callbacks, as they were given."""
         return self.loop.cbs
 
     def __getattr__(self, name: str) -> Any:
