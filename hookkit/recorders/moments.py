@@ -186,21 +186,20 @@ class SmallArrays:
     def __init__(self, eps: float, bins: Any = None) -> None:
         self._eps, self._bins = eps, bins
         self._values: Any = np.empty(_ROOM, np.float32)
-        self._starts, self._sizes = list[int](), list[int]()
-        self._n = 0  # values
+        self._ends = [0]  # of the arrays, after a first 0
         self._rows: list[Any] | None = None  # as soon as one was read
         self._counts: Any = None
 
     def add(self, x: Any) -> int | None:
         """Copies an array of any shape; returns its number, or None if there is no room for it."""
-        start, size = self._n, x.size
-        if start + size > _ROOM or self._rows is not None:
+        ends = self._ends
+        start = ends[-1]
+        end = start + x.size
+        if end > _ROOM or self._rows is not None:
             return None
-        self._n += size
-        self._values[start : self._n] = x.reshape(-1)
-        self._starts.append(start)
-        self._sizes.append(size)
-        return len(self._sizes) - 1
+        self._values[start:end] = x.reshape(-1)
+        ends.append(end)  # Ctrl-C comes before it or after it
+        return len(ends) - 2
 
     def read(self, number: int) -> tuple[Any, Any]:
         """Return the row of an array, and its counts in the bins."""
@@ -211,8 +210,9 @@ class SmallArrays:
         return self._rows[number], None if self._bins is None else self._counts[number]
 
     def _compute(self) -> None:
-        x, n = self._values[: self._n], len(self._starts)
-        starts, sizes = np.array(self._starts), np.array(self._sizes)
+        ends = np.array(self._ends)
+        starts, sizes = ends[:-1], np.diff(ends)
+        x, n = self._values[: ends[-1]], len(starts)
         of = np.arange(n).repeat(sizes)  # by value the array that it is of
         table = np.zeros((9, n))
         _, _, mean, m2, low, high, near, zero, _ = table
