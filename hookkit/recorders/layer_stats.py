@@ -149,8 +149,7 @@ class LayerStats(StepRecorder, HookCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         hooks = LayerHooks(type(self).__name__)
-        now = {"_batch": _Batch.IDLE, "hooks": hooks, "_switch": hooks}
-        return {**super().__getstate__(), **now}
+        return {**super().__getstate__(), "hooks": hooks, "_switch": hooks}
 
     # --- reading
 
@@ -358,9 +357,6 @@ class ActivationStats(LayerStats):
         if self._n_asked and learn.n_steps:  # only then the optimizers that step are known
             facts["unregistered"] = unregistered(learn.model, learn.opts, users)
         self._n_asked += bool(learn.n_steps or not self._n_asked)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_n_asked": 0}
 
 
 class GradientStats(LayerStats):

@@ -70,7 +70,8 @@ def loss_facts(root: Any) -> dict[str, Any]:
     """
     facts = _identity(root)
     # what is only added, scaled and clipped before the loss
-    terms = [node for node, _ in walk([root], _hands_on)]
+    hands_on = SAME_VALUES | _SUMS | _CLAMPS
+    terms = [n for n, _ in walk([root], lambda n: _scales(n) or op_name(n) in hands_on)]
     averaged = {first_input(term) for term in terms if op_name(term) in ("Pow", "Abs", "Mul")}
     for node in terms:
         if _given_to_kl(node) in ("Softmax", "probabilities"):
@@ -146,10 +147,6 @@ def _identity(root: Any) -> dict[str, Any]:
 def _scales(node: Any) -> bool:
     """Return whether a node multiplies or divides by something without a gradient."""
     return op_name(node) in ("Mul", "Div") and only_input(node) is not None
-
-
-def _hands_on(node: Any) -> bool:
-    return _scales(node) or op_name(node) in SAME_VALUES | _SUMS | _CLAMPS
 
 
 def _same_values(node: Any) -> bool:
