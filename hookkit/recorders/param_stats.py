@@ -33,10 +33,10 @@ from hookkit.records import Record, grad_norms as norms_by_step
 
 _FIELDS = ("weight", "update", "grad", "ratio", "bad", "n", "n_grad", "lr", "n_lr")
 _WEIGHT, _UPDATE, _GRAD, _RATIO, _BAD, _N, _N_GRAD, _LR, _N_LR = range(len(_FIELDS))
-_OF_TENSOR = ("ndim", "numel", "shape", "requires_grad", "dtype")
-_FACTS = (*_OF_TENSOR, "in_optimizer", "optimizer", "group", "weight_decay")
-
-_COUNTS = (_N, _N_GRAD, _N_LR)
+_FACTS = (
+    *("ndim", "numel", "shape", "requires_grad", "dtype"),
+    *("in_optimizer", "optimizer", "group", "weight_decay"),
+)
 _KIND = attrgetter("shape", "device", "dtype")
 
 _SMALL = 20_000  # values: float64 copies of so few cost less than calls for one more parameter
@@ -113,12 +113,8 @@ class ParamStats(StepRecorder):
         # layers are thawed, optimizers become known one by one, parameter groups are added
         held = dict(learn.model.named_parameters())
         params, opts = held.values(), learn.opts
-        key = [
-            *held,
-            *map(id, params),
-            *map(type, params),
-            *map(attrgetter("requires_grad"), params),
-        ]
+        key = [*held, *map(id, params), *map(type, params)]
+        key += [*map(attrgetter("requires_grad"), params)]
         key += [*opts, *map(len, map(attrgetter("param_groups"), opts))]
         if self._followed is None or self._followed.key != key or not self._followed.copy():
             self._follow(learn, key)
@@ -227,8 +223,7 @@ class ParamStats(StepRecorder):
         rows = zip(names, moved, with_grad, strict=True)
         meta["moved"] = [here or (name in between and not grad) for name, here, grad in rows]
         values = _values(np.moveaxis(table, 1, 0), np.array(meta["numel"]))
-        steps, epochs, iters, spans = self.table.places(first).T
-        axes = steps, epochs, iters, spans
+        axes: Any = self.table.places(first).T
         return Record("param", names, tuple(self.types), *axes, values, meta=meta)
 
     def grad_norms(self, n_steps: int | None = None) -> Any:
@@ -411,7 +406,8 @@ def _numbers(table: Any, coming: list[Coming], groups: Any, rates: Any, finds: b
 
 def _values(table: Any, numel: Any) -> dict[str, Any]:
     """Return means over merged steps, from (rows, n, fields) sums; NaN where there was nothing."""
-    n, n_grad, n_lr = (np.where(table[..., i] > 0, table[..., i], math.nan) for i in _COUNTS)
+    counts = (table[..., i] for i in (_N, _N_GRAD, _N_LR))
+    n, n_grad, n_lr = (np.where(count > 0, count, math.nan) for count in counts)
     root = np.sqrt(np.maximum(numel, 1))[:, None]
     with np.errstate(all="ignore"):
         values = {

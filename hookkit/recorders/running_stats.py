@@ -347,8 +347,7 @@ class RunningStats:
 def _merged(a: Entry, b: Entry) -> Entry:
     """Return two calls of a layer, or two batches, as one."""
     counts = _joined(a.counts, b.counts, add)
-    if isinstance(counts, list):
-        counts = counts[:_MOST_SAMPLES]
+    counts = counts[:_MOST_SAMPLES] if isinstance(counts, list) else counts
     row, full = _joined(a.row, b.row, _merged_rows), _joined(a.full, b.full, add)
     return Entry(row, a.small + b.small, counts, units.either(a.alive, b.alive), full)
 
