@@ -292,6 +292,22 @@ def test_an_exception_of_the_loop_passes_and_ends_it(error: type[BaseException])
     assert (log.cleaned, w.n_steps) == (1, 1)
 
 
+def test_an_epoch_that_is_marked_after_an_error_makes_no_step_and_sends_no_event():
+    model, log = net(), Log()
+    first, second = sgd(model[0]), sgd(model[2])
+
+    w = watch(model, [first, second], log)
+    with pytest.raises(ZeroDivisionError), w:  # noqa: PT012
+        model(batches()[0]).pow(2).mean().backward()
+        first.step()
+        raise ZeroDivisionError
+    events = [*log.events]
+    w.epoch(valid_loss=1.0)
+
+    assert (w.n_steps, log.events) == (0, events)
+    assert w.run_record().valid == [{"epoch": 0, "step": 0, "valid_loss": 1.0}]
+
+
 def test_a_failed_or_cancelled_batch_is_raised_to_the_loop_which_may_go_on():
     model, opt, log = logged()
     cancel = raising("before_batch", CancelBatchException)

@@ -193,7 +193,8 @@ class Watcher(Reportable):
             ArgumentError: one of them is no number, or is `epoch` or `step`, which watch counts.
         """
         checks.check_reported(values)
-        self.loop.end_epoch()
+        if self.loop.fitting:
+            self.loop.end_epoch()
         self.note(**values)
 
     def note(self, **values: Any) -> None:
