@@ -14,6 +14,13 @@ One `fit` is a nest of parts. Each part fires `before_<part>`, does its work, an
 A callback that raises `Cancel<Part>Exception` ends that part at once: the rest of it is skipped,
 `after_cancel_<part>` fires, then `after_<part>` as always. Any other exception ends the
 fit; no further event fires, but every callback's `cleanup_fit()` is called.
+
+`watch` differs in two ways, because the loop is the user's:
+
+- A `CancelBatchException` is raised in that loop. If `before_batch` has raised it, or the forward
+  raises any error, the batch ends with `after_cancel_batch`, and `after_batch` does not follow.
+- After a `CancelStepException` the optimizer changes nothing and no step is counted:
+  `after_cancel_step` fires, and `after_step` does not follow.
 """
 
 from __future__ import annotations
