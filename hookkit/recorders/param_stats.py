@@ -223,8 +223,9 @@ class ParamStats(StepRecorder):
         rows = zip(names, moved, with_grad, strict=True)
         meta["moved"] = [here or (name in between and not grad) for name, here, grad in rows]
         values = _values(np.moveaxis(table, 1, 0), np.array(meta["numel"]))
-        axes: Any = self.table.places(first).T
-        return Record("param", names, tuple(self.types), *axes, values, meta=meta)
+        steps, epochs, iters, spans = self.table.places(first).T
+        types = tuple(self.types)
+        return Record("param", names, types, steps, epochs, iters, spans, values, meta=meta)
 
     def grad_norms(self, n_steps: int | None = None) -> Any:
         """Return the norm of all gradients together by optimizer step.
