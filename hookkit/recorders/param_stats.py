@@ -389,7 +389,7 @@ def _numbers(table: Any, coming: list[Coming], groups: Any, rates: Any, finds: b
     """
     for rows, fields, norms in coming:
         table[rows, fields] = norms().double().numpy().T
-    # sync: rates that are tensors, up to 8 steps later. The last one is that of no group
+    # sync: rates that are tensors, 8 to 16 steps later. The last one is that of no group
     lr = np.array([math.nan if rate is None else float(rate) for rate in (*rates, None)])[groups]
     weight, update, grad = table[:, : _GRAD + 1].T
     has_rate = ~np.isnan(lr)

@@ -2,12 +2,13 @@
 
     update          a tensor → an `Entry`, the numbers of a layer in this batch
     end_batch       the batch's entries are merged into those of the step
-    end_step        the step's entries go to the `StepTable`, where they wait for seven more steps
+    end_step        the step's entries go to the `StepTable`, where they wait to be read
     record          all columns of the table as plain numbers, with names and facts
 
-Nothing waits for a device before somebody reads: what a step has there is sent when the step ends,
-and has arrived when it is read, up to eight steps later. Small tensors on a CPU are copied and read
-together then. Ctrl-C can leave a record without the step under way.
+Nothing waits for a device before somebody reads. The numbers on a device are copied to the host
+asynchronously when their step ends, and read 8 to 16 steps later. Small tensors on a CPU are
+copied, and their numbers computed together then. Ctrl-C can leave a record without the step under
+way.
 
 Inside `torch.compile` the hook's call becomes one opaque operation of the graph (`graph_op`), which
 runs this very code.

@@ -23,8 +23,8 @@ Place = tuple[int, int, int]
 Numbers = dict[str, Any]
 """Name of a field → (rows, …) array."""
 
-WAIT = 8
-"""Steps that wait at most: several are read from a device faster than one each."""
+WAIT = 16
+"""Steps that wait at most. The older half is then read at once: by now they have arrived."""
 
 LIMIT = 6 * 2**20  # bytes; half of it again while the arrays are made anew
 _PART = 256  # columns that are merged at once
@@ -100,12 +100,12 @@ class StepTable:
         """Adds a step whose numbers may be on their way from a device: `read` returns them."""
         self._waiting.append((place, read))
         self.n_steps += 1
-        if len(self._waiting) >= WAIT:
-            self.settle()
+        if len(self._waiting) >= WAIT:  # the device may still compute the newest
+            self.settle(keep=WAIT // 2)
 
-    def settle(self) -> None:
-        """Reads all steps that wait, in order."""
-        while self._waiting:
+    def settle(self, keep: int = 0) -> None:
+        """Reads the steps that wait, in order, except the `keep` newest."""
+        while len(self._waiting) > keep:
             place, read = self._waiting.pop(0)
             self._append(place, read())
 
