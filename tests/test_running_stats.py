@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -307,3 +308,50 @@ def test_inputs_without_floats_have_no_size():
         stats.update_inputs(0, (args, {}))
 
     assert "input_rms" not in stats.record().meta
+
+
+def test_two_threads_that_add_a_row_each_get_different_rows() -> None:
+    stats, rows = RunningStats("activation"), dict[str, int]()
+
+    def add(name: str) -> None:
+        rows[name] = stats.row(name, "LSTM")
+
+    other = Thread(target=add, args=("b",))
+
+    class Names(list[str]):
+        def append(self, name: str) -> None:
+            if name == "a":
+                other.start()
+                other.join(0.2)  # it waits, or has added its row by now
+            super().append(name)
+
+    stats.names = Names()
+    add("a")
+    other.join()
+
+    assert [stats.names[rows[name]] for name in ("a", "b")] == ["a", "b"]
+
+
+def test_the_size_of_inputs_is_that_of_batches_that_are_recorded() -> None:
+    stats = RunningStats("activation")
+    row = stats.row("fc", "Linear")
+
+    def batch(size: float) -> None:
+        stats.update_inputs(row, ((torch.full((2,), size),), {}))
+        stats.update(row, 0, "", torch.ones(2))
+
+    batch(1e6)
+    stats.discard_batch()
+    batch(1e6)
+    stats.end_batch()
+    batch(1e6)
+    stats.discard_step()
+    batch(3.0)
+    stats.end_batch()
+    batch(1e6)
+    stats.discard_batch()
+    batch(4.0)
+    stats.end_step(0, 0, 0)
+    stats.discard_step()
+
+    assert stats.record().meta["input_rms"] == pytest.approx([math.sqrt(12.5)])

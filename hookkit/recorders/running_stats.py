@@ -128,7 +128,8 @@ class RunningStats:
         self._unscaled = False
         self._rows: dict[str, int] = {}
         self._dtypes: dict[int, torch.dtype] = {}
-        self._input_rms: dict[int, list[Any]] = {}  # by row, one for each call
+        self._input_rms: list[tuple[int, Any]] = []  # row and RMS of each call
+        self._n_kept = 0  # how many of these are of batches that have ended
         self._lock = Lock()
         self._small = SmallArrays(self.options.eps, self.options.bins)
         self._batch: Entries = {}
@@ -144,12 +145,13 @@ class RunningStats:
 
     def row(self, name: str, kind: str) -> int:
         """Return the row of a name, a new one if it has none; `kind` is its type from now on."""
-        row = self._rows.setdefault(name, len(self.names))
-        if row == len(self.names):
-            self.names.append(name)
-            self.types.append(kind)
-        self.types[row] = kind
-        return row
+        with self._lock:
+            row = self._rows.setdefault(name, len(self.names))
+            if row == len(self.names):
+                self.names.append(name)
+                self.types.append(kind)
+            self.types[row] = kind
+            return row
 
     # --- the batch
 
@@ -218,23 +220,28 @@ class RunningStats:
         if x is not None and x.numel():
             with torch.inference_mode(False), torch.no_grad():
                 rms = norm(x) / math.sqrt(x.numel())
-            self._input_rms.setdefault(row, []).append(rms)
+            self._input_rms.append((row, rms))
 
     # --- steps
 
     def discard_batch(self) -> None:
         """Forgets the batch."""
         self._batch = {}
+        del self._input_rms[self._n_kept :]
 
     def end_batch(self, *, finite_only: bool = False) -> None:
         """Keeps the batch for its step; with `finite_only` only if all of its values are finite."""
         if not (finite_only and any(_has_nonfinite(entry) for entry in self._batch.values())):
             self._step = _together(self._step, self._batch) if self._step else self._batch
-        self._batch = {}
+            self._n_kept = len(self._input_rms)
+        self.discard_batch()
 
     def discard_step(self) -> None:
         """Forgets everything since the last `end_step`."""
-        self._step, self._batch = {}, {}
+        self._step = {}
+        if not self.table.n_steps:  # inputs are those of the first record
+            self._n_kept = 0
+        self.discard_batch()
 
     def end_step(self, step: int, epoch: int, iteration: int) -> None:
         """Ends the step: all that was seen since the last `end_step` is its record."""
@@ -319,8 +326,10 @@ class RunningStats:
 
     def _rms_by_name(self) -> dict[str, float]:
         """Return by name the RMS of each layer's inputs in the first record. Sync: once."""
-        calls = {row: [float(x) for x in each] for row, each in self._input_rms.items()}
-        self._input_rms = dict(calls)
+        self._input_rms = [(row, float(x)) for row, x in self._input_rms]
+        calls: dict[int, list[float]] = {}
+        for row, x in self._input_rms:
+            calls.setdefault(row, []).append(x)
         # all calls count: the first may be fed zeros
         return {self.names[row]: math.hypot(*x) / math.sqrt(len(x)) for row, x in calls.items()}
 
