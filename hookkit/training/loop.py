@@ -50,6 +50,7 @@ class Loop:
     """
 
     # what a driver has besides
+    training: Any
     model: Any
     loss_func: Any
     epoch: int
@@ -60,7 +61,7 @@ class Loop:
     step_scaler: Any
 
     def __init__(self) -> None:
-        self.fitting = self.training = self.stepped = self.in_closure = self.in_epoch = False
+        self.fitting = self.stepped = self.in_closure = self.in_epoch = False
         self.finds_opts = False  # optimizers become known as they step
         self.n_steps, self.first_step = 0, 0
         self.losses, self.epochs = LossLog(), list[dict[str, Any]]()
@@ -170,11 +171,12 @@ class Loop:
                 if event not in EVENTS:
                     raise OptionError(not_an_event(event))
                 continue
-            me, switched = ref(self), event in BATCH_EVENTS
+            me = ref(self)  # CPython returns the same weakref of an object each time
+            switch = "run"  # the flag of a callback that tells whether it hears the event
+            if event in BATCH_EVENTS:
+                switch = "run_train" if self.training else "run_valid"
             for cb, f in self.heard[event]:
-                if not cb.run or cb._owner is not me:
-                    continue
-                if switched and not (cb.run_train if self.training else cb.run_valid):
+                if not (cb.run and cb._owner is me and getattr(cb, switch)):
                     continue
                 try:
                     f()

@@ -122,8 +122,9 @@ class State(Enum):
     CANCELLED = "cancelled"
 
 
-# Names of a module: looking up a member of an Enum is a call of Python in 3.11.
+# Names of a module, and no property: in 3.11 looking up a member of an Enum calls Python.
 IDLE, VALIDATION, EVALUATING, MARKED, BATCH, PAUSED, STEPPED, CANCELLED = State
+TRAINING = BATCH, STEPPED, MARKED, CANCELLED
 
 
 class WatchedLoop(Loop):
@@ -133,7 +134,6 @@ class WatchedLoop(Loop):
         model: the user's own module, without compile and distribution wrappers.
         opts, opt: the optimizers, and the first; if none was given, those that were seen stepping.
         state: what is open, a `State`.
-        training: True from a training forward to the end of its batch; False in validation.
         epoch, train_iter, n_steps: 0-based, as marked; training batches; optimizer steps.
         loss: of the current batch, detached, if it is known by now; else None.
         epochs: as in `Loop`; an epoch with several validations has one for each.
@@ -160,7 +160,7 @@ class WatchedLoop(Loop):
         self._reset()
 
     def _reset(self) -> None:
-        self.state, self.training, self.in_closure, self.in_epoch = IDLE, False, False, False
+        self.state, self.in_closure, self.in_epoch = IDLE, False, False
         self.train_iter, self.pred = 0, None
         self.loss: Tensor | None = None
         self._computed: Tensor | None = None  # the last loss that the loss function gave
@@ -178,6 +178,11 @@ class WatchedLoop(Loop):
     def stepped_opts(self) -> list[Any]:
         """Return the optimizers that made the last step; all, where steps are not seen."""
         return self._stepped or self._last or self.opts
+
+    @property
+    def training(self) -> bool:
+        """Whether a training batch is open, and no other forward runs within it."""
+        return self.state in TRAINING
 
     @property
     def in_batch(self) -> bool:
@@ -204,7 +209,7 @@ class WatchedLoop(Loop):
     def end(self) -> None:
         """Remove all hooks, and let every callback clean up, whatever has happened."""
         self.hooks.remove()
-        self.fitting = self.training = False
+        self.fitting, self.state = False, IDLE
         self.step_scaler = None
         self._clean_up()
 
@@ -248,7 +253,7 @@ class WatchedLoop(Loop):
             self._begin_batch()
         elif self.in_batch:
             self._resume = self.state, self.pause_recorders()
-            self.state, self.training = PAUSED, False
+            self.state = PAUSED
         else:
             self._close()
             if self.state is IDLE:
@@ -256,7 +261,7 @@ class WatchedLoop(Loop):
                 self("before_validate")
             self.state = EVALUATING
             self("before_batch")
-        if self.training:
+        if self.state is BATCH:
             self._in_eval = False
             if not self.probes.done:
                 self.probes.see_batch(inputs, trains)
@@ -282,11 +287,11 @@ class WatchedLoop(Loop):
         elif self.state in (IDLE, VALIDATION):
             pass  # its batch was closed within it, or could not begin
         elif failed:
-            if self.training:
+            if self.state is not EVALUATING:
                 self.losses.drop()
             self._end_batch("after_cancel_batch")
         else:
-            if self.training:
+            if self.state is not EVALUATING:
                 loss, guess = None, False
                 if not self.other_loss and not (isinstance(output, Tensor) and output.ndim):
                     loss, guess = loss_in(output)
@@ -302,7 +307,7 @@ class WatchedLoop(Loop):
                     self("after_pred")
                 finally:
                     self.pred = None
-            if not self.training:
+            if self.state is EVALUATING:
                 self._end_batch()
 
     def mark_batch(self) -> None:
@@ -318,7 +323,7 @@ class WatchedLoop(Loop):
         if self.state is PAUSED:  # Ctrl-C has ended a rollout
             self._end_rollout()
         known = opt in self.opts
-        joins = bool(self._last) and not (self.training or closure or known)
+        joins = bool(self._last) and not (self.state in TRAINING or closure or known)
         if not known:  # it replaces those whose parameters it holds, with others of its step
             step = [opt, *(self._last if joins else self._stepped)]
             held = ids_of(step)
@@ -340,7 +345,7 @@ class WatchedLoop(Loop):
 
     def begin_update(self) -> None:
         """Send `before_step`: gradients are there, and weights change from here on."""
-        if not self.training:  # the forward before it was not seen
+        if self.state not in TRAINING:  # the forward before it was not seen
             seen = self.hooks.root_ran or self.n_steps
             if not self.warned and (self._in_eval or not seen):
                 self.warned = True
@@ -367,7 +372,7 @@ class WatchedLoop(Loop):
         """End a step of `opt`, which has changed the weights; their `.grad` is still there."""
         self.in_closure = False
         self.keep_rates(opt)
-        if not self.training:
+        if self.state not in TRAINING:
             return  # it has joined the step before, which is over
         if opt not in self._stepped:
             self._stepped.append(opt)
@@ -394,7 +399,7 @@ class WatchedLoop(Loop):
         if not self.in_epoch:
             self.begin_epoch()
             self("before_epoch", "before_train")
-        self.state, self.training, self.stepped, self.loss = BATCH, True, False, None
+        self.state, self.stepped, self.loss = BATCH, False, None
         self.losses.begin(self.n_steps)
         if "before_batch" in self.heard:
             self("before_batch")
@@ -417,23 +422,23 @@ class WatchedLoop(Loop):
                 self.n_steps, self.stepped = self.n_steps + 1, True
                 if "after_step" in self.heard:
                     self("after_step")
-        if self.training:
+        if self.state in TRAINING:
             self._end_batch()
 
     def _end_batch(self, event: str = "after_batch") -> None:
         """End the batch; until the next one nothing is recorded."""
-        trained = self.training
+        trained = self.state is not EVALUATING
         self.train_iter += trained and event == "after_batch"
         try:
             if event in self.heard:
                 self(event)
         finally:
-            self.state, self.training = IDLE if trained else VALIDATION, False
+            self.state = IDLE if trained else VALIDATION
             for cb in self._hooking:
                 cb._switch.on = False
 
     def _end_rollout(self) -> None:
-        (self.state, recorders), self.training = self._resume, True
+        self.state, recorders = self._resume
         for cb in recorders:
             cb._record(True)
 
@@ -453,12 +458,12 @@ class WatchedLoop(Loop):
         known = loss.detach().clone()  # `loss /= n_accumulate` may follow
         late = self.state in (VALIDATION, EVALUATING)
         self.losses.put(known, returned, guess, share, late)
-        if self.training:
+        if self.state in TRAINING:
             self.loss = known
 
     def end_loss(self, loss_func: nn.Module, args: Any, loss: Tensor) -> None:
         """Take the loss that the loss function has computed of `args`."""
-        if not self.training:
+        if self.state not in TRAINING:
             return  # of a validation
         self.loss_twice |= self.loss is not None and self.loss is self._computed
         if args and not self.probes.done:
