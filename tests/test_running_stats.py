@@ -92,18 +92,6 @@ def test_calls_and_batches_of_a_step_merge_and_others_leave_nothing() -> None:
     np.testing.assert_array_equal(got.hist, want.hist)
 
 
-@pytest.mark.usefixtures("engine")
-def test_a_batch_that_is_kept_only_if_it_is_finite() -> None:
-    stats = RunningStats("gradient")
-    row = stats.row("fc", "Linear")
-    for bad in (True, False):
-        stats.update(row, 0, "", torch.tensor([1.0, math.inf if bad else 2.0]))
-        stats.end_batch(finite_only=True)
-    stats.end_step(0, 0, 0)
-
-    assert stats.record().value("count").tolist() == [[2]]
-
-
 def test_rows_may_come_later_and_further_tensors_of_a_layer_have_their_own() -> None:
     stats = RunningStats("activation")
     for step in range(4):

@@ -103,3 +103,19 @@ def test_a_scaler_that_comes_in_the_middle_costs_one_record_and_is_named() -> No
     rms = stats.record().value("rms", 0)
     assert stats.record().steps.tolist() == [0, 2]
     np.testing.assert_allclose(rms[0], rms[1], rtol=1e-4)
+
+
+def test_no_batch_of_a_skipped_step_is_in_the_next_record() -> None:
+    model, scaler = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), scaler_of()
+    opt = torch.optim.SGD(model.parameters(), 0.0)
+    with watch(model, opt, stats := GradientStats(scaler=scaler)) as w:
+        for step in range(4):
+            x = torch.ones(16, 4)
+            # the weights' gradients of one batch overflow, not those of outputs
+            x[5] = torch.inf if step in (0, 2) else 1.0
+            step_of(model, opt, scaler, x, n=4)
+
+    record = stats.record()
+    assert w.n_steps == len(record) == 2
+    assert record.value("count", 0).tolist() == [64, 64]
+    assert not record.value("nonfinite").any()

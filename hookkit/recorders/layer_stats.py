@@ -117,7 +117,7 @@ class LayerStats(StepRecorder, HookCallback):
         if batch is _Batch.CANCELLED:
             self._discard(learn.stepped)
         elif learn.stepped:
-            if not on:  # gradients of a forward that was recorded, which another step has used
+            if not on:  # late gradients of a recorded forward: they belong to no step of ours
                 running.discard_batch()
             elif self._is_known(learn):
                 began = clock()
@@ -130,8 +130,8 @@ class LayerStats(StepRecorder, HookCallback):
                 self._end_step(learn, on)
         elif batch is _Batch.TRIED:
             running.discard_step()
-        elif on:  # a batch whose scaled gradients have Inf is one whose step AMP has skipped
-            running.end_batch(finite_only=running.unscale is not None)
+        elif on:
+            running.end_batch()
 
     def _discard(self, stepped: bool) -> None:
         """Forgets a batch that was cut short, and its step too if that was made."""
@@ -427,6 +427,7 @@ class GradientStats(LayerStats):
         )
         self.of, self.scaler = of, scaler
         self._found: Any = None  # the GradScaler of this batch's loss
+        self._scaled: Any = None  # its states of optimizers, a new object after each `update()`
         self._warned = False  # of another one
         self._noted: set[int] = set()  # ids of parameters whose gradients of this step were read
 
@@ -437,6 +438,13 @@ class GradientStats(LayerStats):
             self._noted = set()
             self._found = self.scaler or self.learn.step_scaler
             self.running.unscale = inverse_scale(self._found)
+            # Private: `GradScaler._per_optimizer_states`, which `update()` replaces (since 1.6). If
+            # no step was made before `update()`, the scaler has skipped it, and the gradients of
+            # its batches are zeroed. Without it they are counted with those of the next step.
+            states = getattr(self._found, "_per_optimizer_states", None)
+            if states is not self._scaled:
+                self._scaled = states
+                self.running.discard_step()
 
     def _is_known(self, learn: Any) -> bool:
         if self.of == "params" or self._found is (self.scaler or learn.step_scaler):
@@ -453,7 +461,7 @@ class GradientStats(LayerStats):
     def cleanup_fit(self) -> None:
         """Takes the hooks off; a batch that was under way is forgotten."""
         super().cleanup_fit()
-        self.running.unscale = self._found = None
+        self.running.unscale = self._found = self._scaled = None
 
     def after_step(self) -> None:
         """Reads the gradients of the parameters, as the step used them."""
@@ -478,7 +486,7 @@ class GradientStats(LayerStats):
                 self.running.update(row, 0, "", p.grad)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_found": None}
+        return {**super().__getstate__(), "_found": None, "_scaled": None}
 
 
 def _options(

@@ -229,12 +229,10 @@ class RunningStats:
         self._batch = {}
         del self._input_rms[self._n_kept :]
 
-    def end_batch(self, *, finite_only: bool = False) -> None:
-        """Keeps the batch for its step; with `finite_only` only if all of its values are finite."""
-        if not (finite_only and any(_has_nonfinite(entry) for entry in self._batch.values())):
-            self._step = _together(self._step, self._batch) if self._step else self._batch
-            self._n_kept = len(self._input_rms)
-        self.discard_batch()
+    def end_batch(self) -> None:
+        """Keeps the batch for its step."""
+        self._step = _together(self._step, self._batch) if self._step else self._batch
+        self._batch, self._n_kept = {}, len(self._input_rms)
 
     def discard_step(self) -> None:
         """Forgets everything since the last `end_step`."""
@@ -376,13 +374,6 @@ def _merged_rows(a: Any, b: Any) -> Any:
 def _together(a: Entries, b: Entries) -> Entries:
     """Return what was seen in two batches."""
     return {**a, **{row: _merged(a[row], e) if row in a else e for row, e in b.items()}}
-
-
-def _has_nonfinite(entry: Entry) -> bool:
-    """Return whether values are not finite; sync: of a device, in a step that was not made."""
-    row: Any = (0.0,) * 9 if entry.row is None else entry.row
-    bad = row[:, 8].sum() if isinstance(row, Tensor) and row.ndim == 2 else row[8]
-    return bool(bad) or any(arrays.read(number)[0][8] for arrays, number in entry.small)
 
 
 def _numbers(
