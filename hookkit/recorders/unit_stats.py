@@ -54,19 +54,20 @@ def channel_dim(kind: str, t: Tensor, before: Before | None = None) -> int | Non
         return 0  # one image without a batch dimension
     if first:
         return 1
-    node = t.grad_fn
+    node, unbatched = t.grad_fn, False
     for _ in range(32):  # through a residual block, not through a whole network
         if node is None:
             break
         name = op_name(node)
-        if name == "Squeeze":  # a convolution of one image has added a batch
-            break
         if name in _TURNS:
             return ndim - 1 if ndim == 2 else None
         if name.startswith(_FIRST_OPS):
-            return 1
+            return 0 if unbatched else 1
         if name.startswith(_LAST_OPS):
             return ndim - 1
+        # Private: `_saved_dim` of autograd's node of `squeeze` (since 1.9): a convolution of one
+        # image adds a batch and takes it away. Without it dimension 1 is taken.
+        unbatched |= name == "Squeeze" and getattr(node, "_saved_dim", None) == 0
         node = next((before for before, _ in node.next_functions if before is not None), None)
     if before is not None and before[0] == t.shape:
         return before[1]
