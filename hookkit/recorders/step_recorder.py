@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
 from typing import Any
-
-from torch import nn
 
 from hookkit import ranks
 from hookkit.callbacks.callback import Callback
@@ -113,13 +110,6 @@ class StepRecorder(Reportable, Callback):
                 f"{who}(every={every!r}) has recorded 8 steps, and none of {names}, which steps in "
                 f"turns with another: its steps always fall between. Use {who}(every={better}).",
             )
-
-    def _read_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Reads the gradients of `parameters`, which an optimizer has just used.
-
-        Loops call it within a step that several optimizers make, after each of them but the last:
-        the gradients may be reset before the step ends.
-        """
 
     # --- reading
 

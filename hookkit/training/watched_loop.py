@@ -336,7 +336,7 @@ class WatchedLoop(Loop):
         if self.cbs:
             self.step_scaler = stepping_scaler()
         for cb in self.cbs if closure and not self._stepped else ():
-            if cb.run and hasattr(type(cb), "_before_closure"):
+            if cb.run:
                 cb._before_closure()
         if joins:
             self._last.append(opt)  # one more of the step before
@@ -384,7 +384,7 @@ class WatchedLoop(Loop):
             # recorders read its gradients now: they may be freed before the step is over
             owned = [p for group in opt.param_groups for p in group["params"]]
             for cb in self.cbs:
-                if cb.run and hasattr(type(cb), "_read_gradients"):
+                if cb.run:
                     cb._read_gradients(owned)
 
     step_began, step_ended = begin_step, end_step  # the names that the docs have shown before
