@@ -1,5 +1,6 @@
 """`LayerStats`: how recorded layers are read and shown."""
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,25 @@ def test_a_parameter_that_comes_back_has_not_moved_because_somebody_looked(look:
                 stats.record()
 
     assert stats.record().meta["moved"] == [False]
+
+
+def test_a_parameter_that_moves_between_records_has_moved_though_somebody_looked_before() -> None:
+    net, stats = nn.Linear(1, 1), ParamStats(every=10)
+    opt = torch.optim.SGD([net.weight], lr=1.0)
+    for p in net.parameters():
+        nn.init.ones_(p)
+    with watch(net, opt, stats):
+        for step in range(4):
+            loss = net(torch.ones(1, 1)).sum()
+            if step:
+                loss.backward()
+            opt.step()
+            if not step:
+                assert stats.record().meta["moved"] == [False, False]
+        assert stats.record().meta["moved"] == [True, False]
+        copied = copy.deepcopy(stats)
+
+    assert stats.record().meta["moved"] == copied.record().meta["moved"] == [True, False]
 
 
 def test_a_layer_of_a_record_is_found_by_its_name(recorded: Any) -> None:

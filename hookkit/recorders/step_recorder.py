@@ -50,9 +50,9 @@ class StepRecorder(Reportable, Callback):
             every = check_number(who, "every", every, 1, whole=True, what=what)
         self.every: Any = every
         self._count_from(0)
-        # the last record and that of all ranks, each with the number of steps that it is of
-        self._own: tuple[int, Record] | None = None
-        self._whole: tuple[int, Record] | None = None
+        # the last record and that of all ranks, cached as (version, record)
+        self._own: tuple[Any, Record] | None = None
+        self._whole: tuple[Any, Record] | None = None
 
     # --- steps
 
@@ -122,8 +122,11 @@ class StepRecorder(Reportable, Callback):
         return self._since(-1)
 
     def _since(self, step: int) -> Record:
-        """Return what was recorded after `step`, and at least the last record; all with -1."""
-        version = self.table.n_steps
+        """Return what was recorded after `step`, and at least the last record; all with -1.
+
+        Everything is returned too if the ranks were gathered since the last step.
+        """
+        version = self._version()
         for kept in (self._whole, self._own if step < 0 else None):
             if kept is not None and kept[0] == version:
                 return kept[1]
@@ -141,7 +144,11 @@ class StepRecorder(Reportable, Callback):
             HookError: on every rank, if they recorded other steps or layers, or with other options.
         """
         if ranks.is_distributed():
-            self._whole = self.table.n_steps, self._read_ranks()
+            self._whole = self._version(), self._read_ranks()
+
+    def _version(self) -> Any:
+        """Return a value that is another one as soon as a record would be."""
+        return self.table.n_steps
 
     def _read(self, since: int) -> Record:
         """Return what this process recorded after the step `since`; at least the last column."""
