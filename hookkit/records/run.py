@@ -154,7 +154,7 @@ class Record(PlainValue, Reportable):
         hist: (n_layers, n_bins, n) int64 counts, or None.
         edges: (n_bins + 1,) float64, increasing, may begin and end with −inf and inf. Values that
             no bin can hold (NaN, Inf) are in `values["nonfinite"]`.
-        meta: what else is needed to read it (sample size, eps, numel of parameters, …).
+        meta: what else is needed to read it (eps, numel of parameters, …).
 
     Raises:
         ArgumentError: the parts do not fit together.

@@ -304,7 +304,8 @@ class Loop:
     def run_since(self, step: int) -> Run:
         """Return what was recorded after `step`, and at least the last record of each recorder.
 
-        A log that grows with the run then costs the same at each writing. With -1 it is everything.
+        A log that grows with the run then costs the same at each writing. With -1 it is everything;
+        so are records that were gathered from all ranks since the last step.
         Of several recorders of a kind a Run holds the latest that has something. No rank waits for
         another: the Run is of all ranks if `gather` was called since the last step. Sync: one for
         each recorder.
