@@ -56,7 +56,7 @@ def refused(rank: int) -> dict[str, str]:
     cases = {
         r"gradients of different steps: 3 .* and 4": watched(GradientStats(), 3 + rank),
         r"params of different steps: 3 .* and 4": watched(ParamStats(), 3 + rank),
-        r"names: 4 \(0\.weight.* and 3": watched(ParamStats(), 3, bias=not rank),
+        r"options: 4 \(0\.weight.* and 3": watched(ParamStats(), 3, bias=not rank),
         r"options: .*inf.* and .*no bins": watched(ActivationStats(with_hist=not rank), 3),
         r"different options: .*": watched(ActivationStats(units=bool(rank)), 3),
         r"different kind: activations and gradients": watched(

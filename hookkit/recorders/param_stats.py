@@ -199,7 +199,7 @@ class ParamStats(StepRecorder):
     def _read_ranks(self) -> Record:
         own, places = self._sums(), self.table.places().tolist()
         steps = [tuple(place) for place in places]
-        facts = {"steps": steps, "names": self.names, "options": [], "sums": own}
+        facts = {"steps": steps, "options": self.names, "sums": own}
         parts = from_all_ranks("params", facts)
         # norms of shards add in squares; replicas are alike on all ranks
         sharded = np.array([facts["sharded"] for facts in self._facts.values()], bool)

@@ -267,14 +267,19 @@ class RunningStats:
         units is the mean of the ranks' shares.
 
         Raises:
-            HookError: on every rank, if they recorded other steps or layers, or with other options.
+            HookError: on every rank, if they recorded different steps or with other options.
         """
         whole, *others = step_recorder.from_all_ranks(f"{self.kind}s", self._parts())
-        for other in others:
-            for name, table in whole["tables"].items():
-                whole["tables"][name] = self.table.fields[name].merge(table, other["tables"][name])
-            for key in ("dtypes", "input_rms"):
-                whole[key] = {**other[key], **whole[key]}
+        for other in others:  # by name: a layer may have run on some ranks alone
+            types = {**whole["types"], **other["types"]}
+            names, tables = list(types), {}
+            for name, field in self.table.fields.items():
+                both = [field.blanks(len(whole["steps"]), len(names)) for _ in range(2)]
+                for table, part in zip(both, (whole, other), strict=True):
+                    table[:, [names.index(layer) for layer in part["types"]]] = part["tables"][name]
+                tables[name] = field.merge(*both)
+            known = {key: {**other[key], **whole[key]} for key in ("dtypes", "input_rms")}
+            whole = {**whole, **known, "types": types, "tables": tables}
         return self._record(whole)
 
     def _parts(self, first: int = 0) -> dict[str, Any]:
@@ -283,7 +288,6 @@ class RunningStats:
         edges = ["no bins"] if bins is None else bins.edges.tolist()
         table = self.table
         return {
-            "names": [*names],
             "types": dict(zip(names, self.types, strict=True)),
             "steps": [tuple(place) for place in table.places(first).tolist()],
             "options": [self.options.eps, "units" if self.options.units else "no units", *edges],

@@ -141,7 +141,7 @@ class StepRecorder(Reportable, Callback):
         """Merges what all ranks recorded, for `record()`: each of them has to call.
 
         Raises:
-            HookError: on every rank, if they recorded other steps or layers, or with other options.
+            HookError: on every rank, if they recorded different steps or with other options.
         """
         if ranks.is_distributed():
             self._whole = self._version(), self._read_ranks()
@@ -163,7 +163,7 @@ def from_all_ranks(kind: str, own: dict[str, Any]) -> list[dict[str, Any]]:
     """Return `own` of all ranks, in order; a HookError on each if they do not fit together."""
     every: list[dict[str, Any]] = ranks.gather_object({"kind": kind, **own})
     for i, other in enumerate(every):
-        for what in ("kind", "steps", "names", "options"):
+        for what in ("kind", "steps", "options"):
             if every[0][what] != other[what]:
                 raise HookError(
                     f"ranks 0 and {i} recorded {every[0]['kind']} of different {what}: "
