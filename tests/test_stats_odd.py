@@ -286,7 +286,7 @@ def test_a_step_of_a_small_model_takes_few_calls():
             sys.setprofile(None)
 
     bare, recorded = (count / 16 for count in counts)
-    assert recorded - bare <= 25
+    assert recorded - bare <= 26
 
 
 class Growing(torch.optim.SGD):
