@@ -69,7 +69,7 @@ class Loop:
         self.cbs, self._past = L(), list[Callback]()  # and those of past fits, to be read by name
         self.heard: dict[str, list[tuple[Callback, Callable[[], object]]]] = {}
         self._hooking: list[Any] = []  # the callbacks that have hooks on modules
-        self._token = object()  # recorders have it from the loop whose steps they record
+        self._token = object()  # stored on each recorder; tells whose steps it holds
         self._rates: dict[Any, list[Any]] = {}  # of each optimizer, in its last step
         self._gathered_at = -1
 
@@ -219,7 +219,11 @@ class Loop:
         return cbs
 
     def _take(self, cb: Callback) -> None:
-        """Record with `cb` from now on, unless it has these steps already, of another run."""
+        """Give `cb` this loop's token.
+
+        Raises:
+            HookError: it holds steps of another run that have the same numbers.
+        """
         if not isinstance(cb, StepRecorder) or vars(cb).get("_token") is self._token:
             return
         steps = cb.record().steps
@@ -306,7 +310,7 @@ class Loop:
 
         A log that grows with the run then costs the same at each writing. With -1 it is everything;
         so are records that were gathered from all ranks since the last step.
-        Of several recorders of a kind a Run holds the latest that has something. No rank waits for
+        If there are several recorders of a kind, the last non-empty one is used. No rank waits for
         another: the Run is of all ranks if `gather` was called since the last step. Sync: one for
         each recorder.
         """

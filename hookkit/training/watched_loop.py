@@ -1,8 +1,9 @@
 """`WatchedLoop`: the user's own training loop, as callbacks see it in `self.learn`.
 
 A step is everything between two optimizer steps. It is over when every known optimizer has stepped,
-or else when the next forward begins (the two players of a GAN). Each training forward begins a
-batch. Nothing that is recorded depends on where a batch ends: recorders merge those of a step.
+or, once at least one has stepped, when the next forward begins (the two players of a GAN). Each
+training forward begins a batch. Recorders merge the batches of a step, so nothing that is recorded
+depends on where a batch ends.
 
 `LoopHooks` decides which forwards and steps count, and calls `begin_forward`, `end_forward`,
 `begin_step` and `end_step`. `WatchedLoop` makes events of them; its `State` says what is open.
@@ -39,16 +40,27 @@ is_compiling = torch.compiler.is_compiling
 class State(Enum):
     """What is open in a watched loop.
 
-    IDLE is nothing; VALIDATION a validation, between two of its forwards; EVALUATING such a
-    forward. The others are a training batch: MARKED, its forward is still to come; BATCH, that has
-    begun; PAUSED, a forward that does not train runs within it; STEPPED, optimizers have stepped;
-    CANCELLED, a callback has cancelled the step.
+    - IDLE: nothing is open.
+    - VALIDATION: a validation is open, and none of its forwards runs.
+    - EVALUATING: a forward of a validation runs.
+    - MARKED: a training batch is open, and its forward has not begun.
+    - BATCH: a training batch is open, and its forward has begun.
+    - PAUSED: within a training batch, a forward runs that does not train.
+    - STEPPED: in this batch an optimizer has stepped, and another known one has not.
+    - CANCELLED: a callback has cancelled the step of this batch.
 
-    What comes is `train`, a forward in training mode with gradients; `other`, any other forward;
-    `returns` and `raises`, its end; `mark`, w.batch(); `step`, an optimizer's step that another
-    known one is to follow; `last`, the step of the last; `epoch`, w.epoch(). The table has the
-    state that follows and the events that are sent, but for those of an epoch. EVALUATING and
-    PAUSED know no further forwards: only outermost ones count.
+    What can come:
+
+    - `train`: a forward in training mode with gradients begins.
+    - `other`: any other forward begins.
+    - `returns`, `raises`: a forward ends.
+    - `mark`: w.batch() is called.
+    - `step`: an optimizer steps, and another known one has not.
+    - `last`: the last known optimizer steps.
+    - `epoch`: w.epoch() is called.
+
+    Each row has the state, what comes, the next state, and the events that are sent, without those
+    of epochs. Only outermost forwards count, so none begins in EVALUATING or PAUSED.
 
         IDLE       train   BATCH      before_batch
         VALIDATION train   BATCH      after_validate before_batch
@@ -107,9 +119,12 @@ class State(Enum):
         STEPPED    epoch   IDLE       after_step after_batch
         CANCELLED  epoch   IDLE       after_batch
 
-    Three things are not in it. PAUSED returns to MARKED if it came from there. In STEPPED or
-    CANCELLED an optimizer that steps again closes what is open, then steps as in IDLE. In IDLE and
-    VALIDATION a step of an optimizer that nobody knew joins the step before, if there was one.
+    Three things are not in the table:
+
+    - PAUSED returns to MARKED if it came from MARKED.
+    - If an optimizer steps again in STEPPED or CANCELLED, the batch is closed first, and the step
+      is then one in IDLE.
+    - If an unknown optimizer steps while no batch is open, its step is added to the last step.
     """
 
     IDLE = "idle"
@@ -154,9 +169,9 @@ class WatchedLoop(Loop):
         self.epoch = self.n_cancelled_steps = 0
         self.warned = self.loss_twice = False
         self.step_scaler: Any = None  # the GradScaler that made the last step
-        # what the model returns as its loss is not what backward() is called on
+        # backward() is called on another tensor than the loss in the model's output
         self.other_loss = False
-        self._noted = 0  # after how many steps values were reported last
+        self._noted = 0  # the number of steps when values were last reported
         self._reset()
 
     def _reset(self) -> None:
@@ -164,10 +179,12 @@ class WatchedLoop(Loop):
         self.train_iter, self.pred = 0, None
         self.loss: Tensor | None = None
         self._computed: Tensor | None = None  # the last loss that the loss function gave
-        self._resume: tuple[State, list[Any]] = IDLE, []  # what PAUSED returns to, and recorders
-        self._in_eval = False  # it ran in eval mode with gradients since the last training batch
-        self._stepped: list[Any] = []  # optimizers, in the step under way
-        self._last: list[Any] = []  # those that made the step before
+        # the state before PAUSED, and the callbacks to switch on again
+        self._resume: tuple[State, list[Any]] = IDLE, []
+        # since the last training batch the model has run in eval mode with gradients
+        self._in_eval = False
+        self._stepped: list[Any] = []  # the optimizers that have stepped in the step under way
+        self._last: list[Any] = []  # the optimizers of the step before
 
     @property
     def opt(self) -> Any:
@@ -280,7 +297,7 @@ class WatchedLoop(Loop):
         Args:
             output: what the model has returned, the live object.
             failed: it has raised.
-            shared: the losses of a step's batches add up to the step's; see `LossLog.put`.
+            shared: the step's loss is the sum of its batches' losses, not their mean.
         """
         if self.state is PAUSED:
             self._end_rollout()
@@ -464,7 +481,7 @@ class WatchedLoop(Loop):
     def end_loss(self, loss_func: nn.Module, args: Any, loss: Tensor) -> None:
         """Take the loss that the loss function has computed of `args`."""
         if self.state not in TRAINING:
-            return  # of a validation
+            return  # no training batch is open: it is the loss of a validation
         self.loss_twice |= self.loss is not None and self.loss is self._computed
         if args and not self.probes.done:
             self.probes.see_scores(loss_func, args[0])
@@ -474,7 +491,7 @@ class WatchedLoop(Loop):
     def warn_of_other_loss(self) -> None:
         """Warn if backward() is called on another loss than the model's, and none is reported.
 
-        A scalar that was only guessed to be the loss is one no more, and nobody need know.
+        Do not warn if the model's loss was only a guess: it is dropped silently.
         """
         unknown = self.other_loss and self.losses.certain and not len(self.losses)
         if unknown and not self.warned:
@@ -521,8 +538,8 @@ class LoopHooks:
     training call of any of its parts begins a batch, and the next call of that same part another.
 
     Attributes:
-        loop: the `WatchedLoop`, from `attach` to `remove`, else None: it holds this object, so a
-            longer reference would keep the model until the garbage collector runs.
+        loop: the `WatchedLoop`, from `attach` to `remove`, otherwise None. The loop references
+            this object too, and such a cycle keeps the model until the garbage collector runs.
         root_ran: a training forward of the model itself was seen.
         in_graph: the model ran inside a graph that `torch.compile` made of something around it.
         elsewhere: a training forward was seen in another thread.
@@ -593,7 +610,7 @@ class LoopHooks:
         elif self._depth or not torch.is_grad_enabled() or is_tracing():
             return
         elif call_kind(self._thread) == "first":
-            # all others that run in a batch are called by the part that began it, or after it
+            # other parts that are called within a batch do not begin a new one
             if not part.training:
                 self.loop.begin_eval_part((args, kwargs))
             elif part is self._first_part or not self.loop.in_batch:
@@ -626,7 +643,10 @@ class LoopHooks:
     # --- steps
 
     def before_step(self, opt: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Begin a step of any optimizer; return its arguments, if its closure is reported."""
+        """Begin a step of any optimizer.
+
+        If the step has a closure, return the step's arguments with the closure wrapped.
+        """
         if is_compiling() or (get_ident() != self._thread and graph_task() == -1):
             return None  # in a backward pass a thread of autograd's may make a step that counts
         loop = self.loop  # another thread may just have ended it
@@ -669,7 +689,7 @@ class LoopHooks:
     def after_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
         """End a step of any optimizer."""
         if not self._steps or self._steps[-1] is not opt:
-            return  # its begin was not followed
+            return  # `before_step` ignored this step
         self._steps.pop()
         if not self._steps:
             self._depth = 0  # a forward that Ctrl-C has cut short ends here

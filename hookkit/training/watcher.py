@@ -140,7 +140,7 @@ class Watcher(Reportable):
         try:
             self.loop.begin()
             if self.loop.cbs:
-                forget_graphs()  # one that has run would ignore the hooks
+                forget_graphs()  # a compiled graph that has already run ignores new hooks
         except BaseException:
             self.loop.end()
             raise
@@ -200,7 +200,7 @@ class Watcher(Reportable):
     def note(self, **values: Any) -> None:
         """Add values to the last epoch as `epoch` does, with its errors, without ending it.
 
-        Each of several validations within an epoch gets a row of it in `run_record().valid`.
+        If an epoch has several validations, each is a row of `run_record().valid`.
         """
         checks.check_reported(values)
         now = {k: v.detach() if isinstance(v, Tensor) else v for k, v in values.items()}
@@ -218,8 +218,8 @@ class Watcher(Reportable):
         """Report the loss of this batch, before or after its step. Optional; kept on its device.
 
         Give the tensor: its graph shows mistakes. Under gradient accumulation report each batch's
-        own loss, undivided: the step's loss is their mean. A loss that is reported in a validation
-        counts only if the training batch before has none yet.
+        own loss, undivided: the step's loss is their mean. During a validation, `w.loss` sets the
+        last training batch's loss, and only if it has none.
 
         Raises:
             ArgumentError: it is not one number.
