@@ -74,7 +74,7 @@ class LayerHooks(Switch):
                 return
             if not _counts(self.thread, module):
                 return
-            # asked in this order, so that compiled graphs do not depend on `on_inputs`
+            # when compiling, `on_inputs` must not be read, or the graph guards on it
             if not is_compiling() and self.on_inputs is not None:
                 self.on_inputs(row, (args, kwargs))
             if path:
@@ -146,8 +146,8 @@ class LayerHooks(Switch):
     ) -> None:
         """Shows the gradient of tensor `i` of one call, if it is one of the loss.
 
-        Warns of a second `backward()` through the same forward: two gradients of one tensor are no
-        two samples, and their sum is known only to who keeps both. `passes` has for each tensor the
+        Warns of a second `backward()` through the same forward: only the sum of its two gradients
+        is one sample, and computing it would need both in memory. `passes` has for each tensor the
         number of the backward pass in which it got a gradient.
         """
         if not self._trains():

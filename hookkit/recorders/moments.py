@@ -170,7 +170,7 @@ def array_row(x: Any, eps: float) -> tuple[float, ...]:
 SMALL = 1024
 """How many values a small array has at most."""
 
-_ROOM = 8 * SMALL  # values: larger temporary arrays are slow to allocate
+_ROOM = 8 * SMALL  # values; with more, the temporary arrays of `_compute` are slow to allocate
 
 
 class SmallArrays:

@@ -217,7 +217,8 @@ class ParamStats(StepRecorder):
         held, never = meta["in_optimizer"], self._never or ()
         meta["in_optimizer"] = [x and n not in never for x, n in zip(held, names, strict=True)]
         meta["constant"] = [bool(self._constant.get(name, False)) for name in names]
-        # in a recorded step; or between those, where none had its gradient: a rate of 0 writes too
+        # A parameter has moved if a recorded step changed it; or if it was written to and had no
+        # gradient in any recorded step (an optimizer with lr=0 writes too).
         moved, with_grad = ((table[..., i] > 0).any(0).tolist() for i in (_UPDATE, _N_GRAD))
         between = self._writes()
         rows = zip(names, moved, with_grad, strict=True)
@@ -350,7 +351,7 @@ class _Followed:
     def measure(self) -> tuple[Any, list[Coming]]:
         """Return the (rows, fields) table of the step as far as it is known, and what is coming.
 
-        Spoils the copies: the next step needs new ones.
+        Overwrites the copies: call `copy()` before the next step.
         """
         table, now, rows = np.zeros((len(self.groups), len(_FIELDS))), self._now(), self._rows
         kinds = [*map(_KIND, now)]
@@ -358,7 +359,7 @@ class _Followed:
         if kinds != self._kinds:  # a step has given a parameter another shape, or moved it
             pairs = enumerate(zip(kinds, self._kinds, strict=True))
             changed = {i: old for i, (new, old) in pairs if new[:2] != old[:2]}
-            # nothing to subtract from: what is measured in its place is not used
+            # it has no update: zeros stand in for it, and its row is discarded
             blank = {i: torch.zeros(k[0], device=k[1], dtype=k[2]) for i, k in changed.items()}
             now = [blank.get(i, t) for i, t in enumerate(now)]
             known = np.delete(rows, [*changed])

@@ -40,10 +40,11 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]
 
 
 def used_parameters(learn: Any, ids: set[int]) -> set[int]:
-    """Return those of `ids` that are of parameters which an optimizer of the last step holds.
+    """Return the ids of parameters held by the optimizers of the last step, out of `ids`.
 
-    The `.grad` of others is of another step, of another loss (a GAN's other player), or adds up for
-    ever. If the optimizers hold none of them, they have copies of the weights, and all are used.
+    The `.grad` of other parameters is of another step or another loss (a GAN's other player), or
+    was never zeroed. If the optimizers hold none of them, they hold copies of the weights, and all
+    `ids` are returned.
     """
     return ids & ids_of(learn.stepped_opts) or ids
 

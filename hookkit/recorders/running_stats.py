@@ -73,7 +73,7 @@ class Entry(NamedTuple):
 
     Args:
         row: its nine numbers; a tensor on a device, on CUDA the sums of `triton_rows`.
-        small: further tensors, which wait in `SmallArrays`: these, and the tensor's number.
+        small: pairs of a `SmallArrays` and a number in it, whose rows are not yet computed.
         counts: of the histogram; on a device the samples, a list.
         alive: (units,) bool, whether a value of the unit is above 0; None if units are not known.
         full: how many values are at the flat ends of a bounded activation; None of any other.

@@ -59,10 +59,14 @@ class StepRecorder(Reportable, Callback):
     def _count_from(self, first: int) -> None:
         self._first = first  # the number of the fit's first step
         self._asked, self._due = -1, False  # the last step asked about, and the answer
-        # of "auto", by the clock: what a record took, when its step began, when the next may begin
-        self._spent, self._began, self._wait_until = 0.0, 0.0, -math.inf
-        # records, the ids of the optimizers that made them, and the classes of those of other steps
-        self._n, self._met, self._missed = 0, set[int](), dict[int, str]()
+        # for "auto", by the clock
+        self._spent = 0.0  # how long it took to record this step
+        self._began = 0.0  # when the last step that is recorded began
+        self._wait_until = -math.inf  # when the next one may begin
+        # for the warning of an optimizer none of whose steps are recorded
+        self._n = 0  # how many steps were recorded
+        self._met = set[int]()  # ids of optimizers that made one of them
+        self._missed = dict[int, str]()  # class names of those that made another step, by id
 
     def _begin_fit(self) -> None:
         """Begins to count steps. What was recorded before stays."""
@@ -114,7 +118,9 @@ class StepRecorder(Reportable, Callback):
     # --- reading
 
     def record(self) -> Record:
-        """Everything recorded so far, as plain numbers. The host waits for the device here.
+        """Return everything recorded so far, as plain numbers. The host waits for the device here.
+
+        Call it in the thread that trains, or when the training is over.
 
         The record is of all ranks if they were gathered since the last step. Otherwise it is of
         this process alone, which `meta["rank"]` names; no rank waits for another.
