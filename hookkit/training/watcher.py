@@ -38,12 +38,12 @@ def watch(
     """Run `callbacks` around any training loop, inside the `with`.
 
     A batch begins with a forward of the model in training mode with gradients on. A step is
-    everything between two optimizer steps: it is over when every optimizer has stepped, or when the
-    next forward begins. So gradient accumulation, skipped AMP steps, closures, several optimizers
-    and validation in between are recorded right, in any loop that steps a torch optimizer. The end
-    of the `with` removes all hooks, also after an error or Ctrl-C. What was recorded stays, and
-    entering again appends to it. `docs/how-to/callbacks.md` has a table of the events and
-    attributes that callbacks have here and in the Learner.
+    everything between two optimizer steps: it is over when every optimizer has stepped, or, once at
+    least one has, when the next forward begins. So gradient accumulation, skipped AMP steps,
+    closures, several optimizers and validation in between are recorded right, in any loop that
+    steps a torch optimizer. The end of the `with` removes all hooks, also after an error or Ctrl-C.
+    What was recorded stays, and entering again appends to it. `docs/how-to/callbacks.md` has a
+    table of the events and attributes that callbacks have here and in the Learner.
 
     Args:
         model: the model you train, wrapped (compile, DDP, FSDP, accelerate) or not; several in
