@@ -165,7 +165,7 @@ class FlightRecorder(HookCallback):
         """Looks at a batch that no step followed."""
         if not self.recording:
             return
-        self._record(False)
+        self._switch.on = False
         if self.learn.in_closure:
             self._refuse_to_skip("evaluates its batch more than once in its closure")
         if self._memory.batches[-1].is_finite is None:
@@ -181,7 +181,7 @@ class FlightRecorder(HookCallback):
     def cleanup_fit(self) -> None:
         """Takes the hooks off."""
         super().cleanup_fit()
-        self._record(False)
+        self._switch.on = False
         self._memory = self.hooks.target = None
 
     # --- looking

@@ -507,7 +507,7 @@ class Learner(Loop, Reportable):
                 undo.callback(setattr, module, "training", module.training)
             silent = self.pause_recorders()  # the pass is no part of a batch around it
             for cb in silent:
-                undo.callback(cb._record, True)
+                undo.callback(setattr, cb._switch, "on", True)
             if self.fitting:  # the epoch has a bar already
                 silent += [cb for cb in self.cbs if isinstance(cb, ProgressCallback)]
             for cb in silent:

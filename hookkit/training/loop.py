@@ -254,7 +254,7 @@ class Loop:
         """Switch off the callbacks that record the current batch; return them, to be resumed."""
         on = [cb for cb in self._hooking if cb.recording]
         for cb in on:
-            cb._record(False)
+            cb._switch.on = False
         return on
 
     def begin_epoch(self) -> None:

@@ -457,7 +457,7 @@ class WatchedLoop(Loop):
     def _end_rollout(self) -> None:
         self.state, recorders = self._resume
         for cb in recorders:
-            cb._record(True)
+            cb._switch.on = True
 
     def _end_validation(self) -> None:
         if self.state in (VALIDATION, EVALUATING):
