@@ -72,7 +72,7 @@ _OF_A_PASS = (
     *("training", "stepped", "steps_now", "autocast", "scaler", "eval_pass", "final_record"),
     *("_device", "_by_keyword"),
 )
-"""What a pass without training sets, and the fit around it, or a later one, goes on with."""
+"""Attributes that a pass without training sets, and that are put back after it."""
 
 
 class Learner(Loop, Reportable):
@@ -85,7 +85,7 @@ class Learner(Loop, Reportable):
             `model(**batch)`.
         loss_func: `loss_func(pred, *targets)`; None takes the `loss` in what the model returns.
         opt_func: `opt_func(groups, lr=lr)` gives a torch optimizer.
-        lr: of fits without one of their own: a number, one per group, or `slice(lowest, highest)`.
+        lr: used by fits that are given none: a number, one per group, or `slice(lowest, highest)`.
         splitter: `splitter(model)` gives the parameters, or a list of them for each group, or
             torch's dicts: a group's own `weight_decay` holds in each fit.
         cbs: callbacks, instances or classes; read by name, as in `learn.activation_stats`.
@@ -102,12 +102,12 @@ class Learner(Loop, Reportable):
         epoch, n_epoch, iter, n_iter: how far the run is (`n_iter` None: unknown).
         train_iter, pct_train: training batches done in this fit, and their share of it.
         n_steps, stepped: optimizer steps really made, over all fits; whether this batch made one.
-        steps_now: whether the current batch is to be followed by a step.
+        steps_now: whether the optimizer steps after this batch.
         xb, yb, x, y: the batch as tuples, and the only item of each if there is one.
         pred, loss, loss_grad: None until the batch gets there; `loss_grad` is what is
             differentiated, `loss` a copy that callbacks may keep.
-        losses, epochs: the training loss of each batch, kept where it was computed; for each epoch
-            its number, its first step, and its row of the log.
+        losses, epochs: the training loss of each batch, kept on its device; for each epoch its
+            number, its first step, and its row of the log.
         final_record: losses and metrics of the last epoch or validation.
         logger: takes a row per epoch, `recorder.log`; `print` by default.
 
@@ -162,14 +162,14 @@ class Learner(Loop, Reportable):
         self.logger: Any = print
         self.opt: Any = None
         self.frozen_idx = 0
-        self._own_wd: dict[int, float] = {}  # of groups for which the splitter gives it
-        self.scaler: Any = None  # the GradScaler of the loop, if it has one
+        self._own_wd: dict[int, float] = {}  # by group: the weight decay that the splitter gives
+        self.scaler: Any = None  # the loop's GradScaler
         self.accelerator: Any = None
-        self._plain_loaders: list[Any] = []  # in `distrib_ctx`: those of the Learner itself
+        self._plain_loaders: list[Any] = []  # in `distrib_ctx`: the loaders as they were before it
         self.epoch, self.n_epoch, self.iter, self.train_iter, self.pct_train = 0, 1, 0, 0, 0.0
         self.n_iter: int | None = None
         self.final_record: list[Any] | None = None
-        self._device: torch.device | None = None  # of the current loader's batches
+        self._device: torch.device | None = None  # where the current loader's batches go
         self._by_keyword = False  # whether the batch is a mapping
         self._counted: Any = None  # the optimizer whose steps are counted by its own hook
         self._end_run()
@@ -214,7 +214,7 @@ class Learner(Loop, Reportable):
         if (wd := self.wd if wd is None else wd) is not None:
             set_hyper(self.opt, "weight_decay", [self._own_wd.get(i, wd) for i in range(n)])
         with self.added_cbs(cbs), self._fit_under_way():
-            self.opt.zero_grad()  # of a fit that was interrupted
+            self.opt.zero_grad()  # an interrupted fit may have left gradients
             self.n_epoch, self.epoch = n_epoch, start_epoch
             self._with_events("fit", self._do_fit)
 
@@ -231,7 +231,7 @@ class Learner(Loop, Reportable):
         reset_opt: bool = False,
         start_epoch: int = 0,
     ) -> None:
-        """Train with torch's OneCycleLR: warm up to `lr_max`, then anneal to almost nothing.
+        """Train with torch's OneCycleLR: warm up to `lr_max`, then anneal to almost 0.
 
         Args:
             n_epoch: the number of epochs in all.
@@ -255,13 +255,13 @@ class Learner(Loop, Reportable):
     ) -> SuggestedLRs:
         """Suggest learning rates to train with, by a short training with a growing one.
 
-        Model (see `untouched`), optimizer, random states, counts and records are as before. What
-        records, saves or schedules does not run; other callbacks do.
+        Model (see `untouched`), optimizer, random states, counts and records are as before.
+        Callbacks that record, save or schedule do not run; others do.
 
         Args:
             start_lr, end_lr: the first and the last learning rate, of all parameter groups.
-            num_it: how many batches are trained on, of as many epochs as it takes.
-            stop_div: whether to stop when the smoothed loss is over four times its least.
+            num_it: how many batches are trained on, in as many epochs as are needed.
+            stop_div: whether to stop when the smoothed loss is over four times its minimum.
             show_plot: whether to draw the picture, where matplotlib is installed.
 
         Returns:
@@ -286,7 +286,7 @@ class Learner(Loop, Reportable):
 
     def freeze_to(self, n: int) -> None:
         """Train only the parameter groups from `n` on; negative ones count from the end."""
-        if self.accelerator is not None:  # DDP averages the gradients of those it has begun with
+        if self.accelerator is not None:  # DDP has chosen the parameters it averages
             raise OptionError("freeze_to: call it before `with learn.distrib_ctx()`, not inside.")
         if self.opt is None:
             self.create_opt()
@@ -378,8 +378,8 @@ class Learner(Loop, Reportable):
         if self.scaler is not None:
             grads = (p.grad for group in self.opt.param_groups for p in group["params"])
             if all(grad is None for grad in grads):
-                return  # the backward was cancelled, and a GradScaler refuses a step without any
-            self.scaler.unscale_(self.opt)  # so that callbacks clip and read the true gradients
+                return  # the backward was cancelled; without gradients a GradScaler raises
+            self.scaler.unscale_(self.opt)  # so callbacks clip and read the true gradients
         try:
             done = self._with_events("step", self._step)
         finally:
@@ -389,7 +389,7 @@ class Learner(Loop, Reportable):
         if self.stepped:
             if not self.probes.done:
                 self.probes.end_step()
-        elif not done:  # a step that is skipped records nothing, of none of its batches
+        elif not done:  # of a cancelled step no batch is recorded
             self.losses.drop(self.n_steps)
 
     # --- its smallest parts
@@ -410,7 +410,7 @@ class Learner(Loop, Reportable):
         pred: Any = self.pred
         if self.loss_func is not None:
             self.loss_grad = self.loss_func(pred, *self.yb) if self.yb else None
-        else:  # the model may have computed it, as Hugging Face's do
+        else:  # the model may return its loss, as Hugging Face's models do
             is_dict = isinstance(pred, Mapping)
             self.loss_grad = pred.get("loss") if is_dict else getattr(pred, "loss", None)
         if isinstance(self.loss_grad, Tensor):
@@ -438,7 +438,7 @@ class Learner(Loop, Reportable):
             self.opt.step()
         else:
             self.scaler.step(self.opt)
-        if self.opt is not self._counted:  # without torch's hooks, or a new one since `before_fit`
+        if self.opt is not self._counted:  # it has no step hooks, or is new since `before_fit`
             self._on_step(self.opts[0])
 
     def _on_step(self, opt: Any, *_: Any) -> None:
@@ -453,7 +453,7 @@ class Learner(Loop, Reportable):
     def _with_events(self, part: str, f: Callable[[], None]) -> bool:
         """Run a part between its events, and tell whether it ran to its end.
 
-        The part's Cancel exception ends the part, any other the fit.
+        The part's Cancel exception ends the part. Any other exception ends the fit.
         """
         done = True
         try:
@@ -473,7 +473,7 @@ class Learner(Loop, Reportable):
         self._check_idle("fit was called")
         self.scaler, self._counted = None, None
         with ExitStack() as undo:
-            # torch's own hook runs when a step is really made: not when a GradScaler skips it
+            # torch's own hook runs only if the step is made, not if a GradScaler skips it
             if hasattr(self.opts[0], "register_step_post_hook"):
                 undo.callback(self.opts[0].register_step_post_hook(self._on_step).remove)
                 self._counted = self.opt
@@ -483,7 +483,7 @@ class Learner(Loop, Reportable):
 
     @contextmanager
     def _run_under_way(self) -> Iterator[None]:
-        """Take down what the events of a fit or a pass have set up, however it ends."""
+        """Clean up after a fit or a pass, however it ends."""
         self._claim()
         with_grad = torch.is_grad_enabled()
         try:
@@ -505,7 +505,7 @@ class Learner(Loop, Reportable):
             undo.callback(vars(self).update, {name: getattr(self, name) for name in _OF_A_PASS})
             for module in self.model.modules():
                 undo.callback(setattr, module, "training", module.training)
-            silent = self.pause_recorders()  # the pass is no part of a batch around it
+            silent = self.pause_recorders()  # the pass does not belong to a batch around it
             for cb in silent:
                 undo.callback(setattr, cb._switch, "on", True)
             if self.fitting:  # the epoch has a bar already
@@ -529,7 +529,7 @@ class Learner(Loop, Reportable):
             yield
 
     def _end_run(self) -> None:
-        """Set the state of a run to what it is outside of one."""
+        """Set the attributes of a run to their values outside of a run."""
         self.fitting = self.in_epoch = self.training = self.stepped = self.eval_pass = False
         self.steps_now, self.autocast = True, nullcontext
         self.dl = self.pred = self.loss = self.loss_grad = None

@@ -36,20 +36,20 @@ class Loop:
     Attributes:
         cbs: the callbacks, as they were added.
         fitting: whether a fit is under way, from before its `before_fit` to after its `after_fit`.
-        training: whether the current batch is one to learn from.
+        training: whether the current batch is a training batch.
         n_steps: optimizer steps really made, over all fits.
-        stepped: whether the current batch has made one.
-        in_closure: whether a step is under way that evaluates its batches itself.
-        heard: the events that some callback has a method for, each with those callbacks.
-        in_epoch: whether an epoch has begun that is not over.
+        stepped: whether the current batch has made an optimizer step.
+        in_closure: whether a step is under way whose closure runs the forwards.
+        heard: for each event, the callbacks that have a method for it, and these methods.
+        in_epoch: whether an epoch is under way.
         losses: the losses of the training batches, a `LossLog`.
-        epochs: for each epoch its number, its first step, and the values that are reported of it.
-        probes: what the diagnosis wants to know of batches, losses and gradients.
-        first_step: the number of its first step, where a library resumes a training; else 0.
+        epochs: for each epoch its number, its first step, and the values reported for it.
+        probes: keeps what the diagnosis needs to know about batches, losses and gradients.
+        first_step: the number of the first step: above 0 if a library resumes a training.
         info: facts that are added to the run.
     """
 
-    # what a driver has besides
+    # each subclass has these too
     training: Any
     model: Any
     loss_func: Any
@@ -66,11 +66,11 @@ class Loop:
         self.n_steps, self.first_step = 0, 0
         self.losses, self.epochs = LossLog(), list[dict[str, Any]]()
         self.probes, self.info = TrainingProbes(), dict[str, Any]()
-        self.cbs, self._past = L(), list[Callback]()  # and those of past fits, to be read by name
+        self.cbs, self._past = L(), list[Callback]()  # `_past`: of past fits, to be read by name
         self.heard: dict[str, list[tuple[Callback, Callable[[], object]]]] = {}
         self._hooking: list[Any] = []  # the callbacks that have hooks on modules
         self._token = object()  # stored on each recorder; tells whose steps it holds
-        self._rates: dict[Any, list[Any]] = {}  # of each optimizer, in its last step
+        self._rates: dict[Any, list[Any]] = {}  # by optimizer: the rates of its last step
         self._gathered_at = -1
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -103,7 +103,10 @@ class Loop:
         return self
 
     def remove_cbs(self, cbs: Any) -> Self:
-        """Remove one callback or several; of a class all. Return the loop itself."""
+        """Remove one callback or several; a class removes all of its instances.
+
+        Return the loop itself.
+        """
         for cb in self._chosen(cbs):
             self.cbs = L(c for c in self.cbs if c is not cb)
             self.find_methods()
@@ -149,13 +152,13 @@ class Loop:
 
     @property
     def cbs_by_name(self) -> dict[str, Callback]:
-        """Return the callbacks, and those of a past fit, by name; of equal names the last one."""
+        """Return the callbacks by name, with those of past fits; if names are equal, the last."""
         return {cb.name: cb for cb in [*self._past, *self.cbs]}
 
     # --- sending events
 
     def find_methods(self) -> None:
-        """Look up which callbacks hear which event; after any change of them or of their order."""
+        """Look up which callbacks hear which event. Call it if callbacks or their order change."""
         heard: dict[str, list[tuple[Callback, Callable[[], object]]]] = {}
         for cb in sorted(self.cbs, key=lambda cb: cb.order):
             for event in EVENTS:
@@ -265,7 +268,7 @@ class Loop:
     # --- learning rates
 
     def keep_rates(self, opt: Any) -> None:
-        """Keep the learning rates of a step, within it: a scheduler changes them after it."""
+        """Keep the learning rates of a step, before a scheduler changes them."""
         rates = self._rates[opt] = []
         for group in opt.param_groups:
             rate = group.get("lr")  # a tensor is changed in place
@@ -274,7 +277,7 @@ class Loop:
             self._rates = {o: rates for o, rates in self._rates.items() if o in self.opts}
 
     def rates_of(self, opt: Any) -> list[Any]:
-        """Return the learning rate of each group of `opt` in its last step, else the next one's."""
+        """Return each group's learning rate in the last step of `opt`, or now if it made none."""
         rates = self._rates.get(opt, [])
         n = len(opt.param_groups)
         return rates if len(rates) == n else [group.get("lr") for group in opt.param_groups]
@@ -308,8 +311,8 @@ class Loop:
     def run_since(self, step: int) -> Run:
         """Return what was recorded after `step`, and at least the last record of each recorder.
 
-        A log that grows with the run then costs the same at each writing. With -1 it is everything;
-        so are records that were gathered from all ranks since the last step.
+        A log that grows with the run then costs the same at each writing. With -1 everything is
+        returned, and also if records were gathered from all ranks since the last step.
         If there are several recorders of a kind, the last non-empty one is used. No rank waits for
         another: the Run is of all ranks if `gather` was called since the last step. Sync: one for
         each recorder.
