@@ -66,7 +66,7 @@ def test_what_was_not_recorded_raises_with_the_option_that_records_it(recorded: 
         grads.dead_units(0)
 
 
-@pytest.mark.parametrize("layer", [2, "fc"])
+@pytest.mark.parametrize("layer", [None, slice(0, 1), True, 2, "fc"])
 @pytest.mark.parametrize("read", ["hist", "layer_stats", "plot_layer_stats", "dead_units"])
 def test_a_layer_that_is_none_gets_the_names_that_there_are(
     recorded: Any, read: str, layer: Any

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from enum import Enum
-from operator import index
 from threading import get_ident
 from typing import Any
 
@@ -177,7 +176,7 @@ class LayerStats(StepRecorder, HookCallback):
     def _row_of(self, layer: int | str) -> int:
         """Return the row of a module's number in `names`, or of a row's name."""
         record, n = self.record(), len(self.names)
-        if not isinstance(layer, str) and -n <= index(layer) < n:
+        if isinstance(layer, (int, np.integer)) and not isinstance(layer, bool) and -n <= layer < n:
             layer = self.names[layer]
         return record.layer(layer)
 

@@ -66,6 +66,7 @@ def watch(
 
     Cost: four hooks a step, about 30 µs on a CPU (`benchmarks/watching.py`).
 
+    >>> import torch
     >>> net = nn.Linear(2, 1)
     >>> sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     >>> steps = Callback(after_step=lambda self: print("step", self.n_steps, self.opt is sgd))
