@@ -112,7 +112,7 @@ class LayerStats(StepRecorder, HookCallback):
     def after_batch(self) -> None:
         """Ends the step, or keeps this batch for it."""
         learn, running, on, batch = self.learn, self.running, self.hooks.on, self._batch
-        self.hooks.on, self._batch = False, _Batch.IDLE
+        self.hooks.on = False
         if batch is _Batch.CANCELLED:
             self._discard(learn.stepped)
         elif learn.stepped:
@@ -131,6 +131,8 @@ class LayerStats(StepRecorder, HookCallback):
             running.discard_step()
         elif on:
             running.end_batch()
+        # last: after Ctrl-C in these lines the next batch discards what was left of this one
+        self._batch = _Batch.IDLE
 
     def _discard(self, stepped: bool) -> None:
         """Forgets a batch that was cut short, and its step too if that was made."""
