@@ -91,7 +91,7 @@ class View:
 
     @cached_property
     def pretrained(self) -> bool:
-        """Return whether weights are not new: biases of norms differ, or the loss began low."""
+        """Return whether weights are not new, as biases of norms differ, or the loss began low."""
         chance = np.log(self.info.get("n_classes") or 1)
         if len(self.losses) and self.losses[0] < 0.5 * chance:
             return True

@@ -552,7 +552,7 @@ class Hook:
 
     @property
     def hook(self) -> Self:
-        """Return this hook: fastai's Hook keeps the handle here, which has `remove()` too."""
+        """Return this hook; fastai's Hook keeps the handle here, which has `remove()` too."""
         return self
 
     @property

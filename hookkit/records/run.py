@@ -387,7 +387,7 @@ class Run(PlainValue, Reportable):
 
     @property
     def n_epochs(self) -> int:
-        """Count the epochs that were begun: one more than the greatest number of one."""
+        """Return the number of epochs that were begun, one more than the last one's number."""
         known = [int(row["epoch"]) for row in self.valid if "epoch" in row]
         known += [int(r.epochs[-1]) for r in self.records if len(r)]
         return max(known, default=-1) + 1

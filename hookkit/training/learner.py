@@ -770,7 +770,7 @@ class Learner(Loop, Reportable):
 
     @property
     def smooth_loss(self) -> float | None:
-        """Return the Recorder's smoothed training loss: one read from the device."""
+        """Return the Recorder's smoothed training loss, by one read from the device."""
         return getattr(self.cbs_by_name.get("recorder"), "smooth_loss", None)
 
     def show_training_loop(self) -> PrettyString:
