@@ -3,7 +3,7 @@
 The true update, not learning rate times gradient: `_Followed` copies the weights before a recorded
 step and subtracts them after it. It looks up names, classes and groups only when the parameters or
 the optimizers have changed. On a CPU numpy takes the norms of all small parameters together; on a
-device PyTorch's batched operations do, and nothing waits before somebody reads.
+device PyTorch's batched operations do, and a step does not wait for its own numbers.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
     end_step        the step's entries go to the `StepTable`, where they wait to be read
     record          all columns of the table as plain numbers, with names and facts
 
-Nothing waits for a device before somebody reads. The numbers on a device are copied to the host
-asynchronously when their step ends, and read 8 to 16 steps later. Small tensors on a CPU are
-copied, and their numbers computed together then. Ctrl-C can leave a record without the step under
-way.
+No hook waits for a device. The numbers on a device are copied to the host asynchronously when their
+step ends, and read 8 to 16 recorded steps later, or when somebody reads the record. Small tensors
+on a CPU are copied, and their numbers computed together then. Ctrl-C can leave a record without the
+step under way.
 
 Inside `torch.compile` the hook's call becomes one opaque operation of the graph (`graph_op`), which
 runs this very code.
