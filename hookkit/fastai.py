@@ -60,7 +60,7 @@ class ParameterModule(nn.Module):
 
 
 def has_params(m: nn.Module) -> bool:
-    """Tell whether a module has parameters.
+    """Return whether a module has parameters.
 
     Args:
         m: a module.

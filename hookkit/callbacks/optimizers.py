@@ -49,7 +49,7 @@ def stepping_scaler() -> Any:
 
 
 def skips_step(opt: Any) -> bool:
-    """Tell whether the step of `opt` that is under way changes nothing, for its step hooks.
+    """Return whether the step of `opt` that is under way changes nothing, for its step hooks.
 
     GradScaler calls `step()` of a fused optimizer also when gradients are not finite. The kernel
     then leaves the weights alone. Sync: one, only if a scaler makes the step of such an optimizer.

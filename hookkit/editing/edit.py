@@ -91,7 +91,7 @@ class _ByLayer:
 
 
 def _wanted(who: str, calls: Any) -> Any:
-    """Return `f(number)`, which tells whether a call is one of `calls`."""
+    """Return `f(number)`, which says whether a call is one of `calls`."""
     if callable(calls):
         return check_function(who, calls, "number", name="calls")
     numbers = calls if isinstance(calls, Collection) else [calls]

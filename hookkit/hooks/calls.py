@@ -4,7 +4,7 @@
 "recomputed"    a forward inside a backward pass: activation checkpointing runs it a second time
 "compiled"      torch.compile traces the forward into a graph, which later runs without Python
 "exported"      torch.export traces the forward; hooks leave nothing in the exported program
-"other thread"  a "first" call of another thread than the one that was asked for
+"other thread"  a "first" call of another thread than the given one
 
 What stores (`Hook`) takes "first" and "compiled" calls, of every thread. What edits also takes
 "recomputed" ones, because a checkpoint has to repeat the edits of its forward, and "exported" ones.

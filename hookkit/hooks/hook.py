@@ -135,7 +135,7 @@ class Hook:
         self.last: Any = None  # what the last call stored
         self.all: list[Any] | None = None  # what each call stored, with keep="all"
         self.version = -1  # of the tensors in `last`, if they are not copies
-        self.why = ""  # why nothing was stored, as far as the calls told
+        self.why = ""  # why nothing was stored, as far as it is known
         # Which call the gradients in `last` are of: the number of the entering, that of the call in
         # it, and that of the backward pass in which a checkpoint ran it again.
         self.grads_of: tuple[int, ...] = ()

@@ -246,7 +246,7 @@ class Batch:
         place: step, epoch and iteration.
         outputs: name of each layer → its norm and number of values, in execution order.
         grads: ids of parameters, and the (n,) norms of their gradients.
-        is_finite: waits for the answer whether all norms are finite; None before it was asked for.
+        is_finite: waits for the answer whether all norms are finite; None before `ask`.
         bad: that answer, once it was read.
     """
 

@@ -50,7 +50,7 @@ def used_parameters(learn: Any, ids: set[int]) -> set[int]:
 
 
 def is_plain(t: Tensor) -> bool:
-    """Tell whether `t` is an ordinary dense tensor of floats, which can be read as it is."""
+    """Return whether `t` is an ordinary dense tensor of floats, which can be read as it is."""
     dense = type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
     return dense and t.dtype in _FLOATS and not (t.is_nested or t.is_neg())
 

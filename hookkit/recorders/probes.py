@@ -153,7 +153,7 @@ class TrainingProbes:
         Args:
             loss: one number, live or detached.
             params: what is trained: whether it changes without a step that was seen.
-            found: the model returned it, and `see_scores` is told of it.
+            found: the model returned it, and `see_scores` gets it too.
         """
         if self._of_reported is None and loss.grad_fn is not None:
             self._of_reported, self._reports_returned = loss_facts(loss.grad_fn), found

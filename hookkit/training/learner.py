@@ -451,7 +451,7 @@ class Learner(Loop, Reportable):
         self.stepped = True
 
     def _with_events(self, part: str, f: Callable[[], None]) -> bool:
-        """Run a part between its events, and tell whether it ran to its end.
+        """Run a part between its events, and return whether it ran to its end.
 
         The part's Cancel exception ends the part. Any other exception ends the fit.
         """

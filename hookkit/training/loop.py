@@ -69,7 +69,7 @@ class Loop:
         self.cbs, self._past = L(), list[Callback]()  # `_past`: of past fits, to be read by name
         self.heard: dict[str, list[tuple[Callback, Callable[[], object]]]] = {}
         self._hooking: list[Any] = []  # the callbacks that have hooks on modules
-        self._token = object()  # stored on each recorder; tells whose steps it holds
+        self._token = object()  # stored on each recorder; says whose steps it holds
         self._rates: dict[Any, list[Any]] = {}  # by optimizer: the rates of its last step
         self._gathered_at = -1
 
@@ -175,7 +175,7 @@ class Loop:
                     raise OptionError(not_an_event(event))
                 continue
             me = ref(self)  # CPython returns the same weakref of an object each time
-            switch = "run"  # the flag of a callback that tells whether it hears the event
+            switch = "run"  # the flag of a callback that says whether it hears the event
             if event in BATCH_EVENTS:
                 switch = "run_train" if self.training else "run_valid"
             for cb, f in self.heard[event]:

@@ -203,7 +203,7 @@ class WatchedLoop(Loop):
 
     @property
     def in_batch(self) -> bool:
-        """Tell whether a training batch has begun, and no optimizer has stepped since."""
+        """Return whether a training batch has begun, and no optimizer has stepped since."""
         return self.state in (MARKED, BATCH)
 
     def __getattr__(self, name: str) -> Any:
@@ -587,7 +587,7 @@ class LoopHooks:
         self.loop = None
 
     def owns(self, opt: Optimizer) -> bool:
-        """Tell whether `opt` holds a parameter of the model."""
+        """Return whether `opt` holds a parameter of the model."""
         own = {id(p) for p in chain(self.outer.parameters(), self.model.parameters())}
         return not own.isdisjoint(ids_of([opt]))
 
