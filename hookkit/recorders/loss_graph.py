@@ -96,7 +96,7 @@ FOUND = "hookkit: the loss that the model returned"
 
 
 def is_found(loss: Tensor) -> bool:
-    """Return whether a model returned the loss (`FOUND`), or a sum of them, up to factors.
+    """Return whether a model returned the loss (`FOUND`), or its terms, up to factors.
 
     >>> import torch
     >>> own, other = (torch.ones(2, requires_grad=True).mean() for _ in range(2))
