@@ -48,7 +48,7 @@ $(DOCS): $(STAMP)
 	touch $(DOCS)
 
 demo: $(STAMP)  ## train on real digits, print and draw what every layer did (ARGS="--epochs 3")
-	$(BIN)/python -m hookkit.demo $(ARGS)
+	$(BIN)/python -m hookkit.testing.demo $(ARGS)
 
 test: $(STAMP) lint types  ## the whole suite: ruff, mypy strict, pytest with doctests
 	$(PYTEST) $(ARGS)

@@ -62,7 +62,7 @@ def collect() -> None:
 
 
 def demo() -> None:
-    from hookkit.demo import digits
+    from hookkit.testing.demo import digits
 
     assert len(digits().train.dataset) == 1437
 

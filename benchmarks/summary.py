@@ -22,7 +22,7 @@ from summary_cases import CASES, GPT
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hookkit.summaries import summary
+from hookkit.inspection import summary
 
 Step = Callable[[], object]
 TOOLS = ("hookkit", "torchinfo", "FlopCounterMode")

@@ -43,13 +43,9 @@ hookkit.fastai has fastai's names, hookkit.errors the errors, hookkit.testing sm
 # Names that are imported `as` themselves stay importable from here; their homes are in the modules.
 
 from importlib import import_module
+from importlib.metadata import version
 from types import ModuleType
 
-from .attention import (
-    attention_weights,
-    edit_attention as edit_attention,
-    hook_attention as hook_attention,
-)
 from .callbacks import (
     Callback,
     CSVLogger as CSVLogger,
@@ -74,15 +70,6 @@ from .callbacks.events import (
     CancelValidException as CancelValidException,
 )
 from .callbacks.hook_callback import HookCallback
-from .collecting import (
-    Activations as Activations,
-    Covariance as Covariance,
-    Mean as Mean,
-    TopK as TopK,
-    activation_stream as activation_stream,
-    collect,
-)
-from .comparing import Comparison as Comparison, compare_models
 from .diagnosis import Diagnosis as Diagnosis, Finding as Finding, diagnose as diagnose
 from .diagnosis.report_page import report as report
 from .edits import (
@@ -90,6 +77,7 @@ from .edits import (
     GramWrapper as GramWrapper,
     Wrapper as Wrapper,
     add as add,
+    edit_attention as edit_attention,
     edit_function as edit_function,
     edit_grad as edit_grad,
     edit_grads as edit_grads,
@@ -126,13 +114,14 @@ from .fastai import (
     num_features_model as num_features_model,
     total_params as total_params,
 )
-from .features import FeatureExtractor as FeatureExtractor, feature_extractor
 from .hooks import (
     FunctionHooks as FunctionHooks,
     Hook as Hook,
     Hooks,
     StopForward as StopForward,
+    attention_weights,
     hook_all as hook_all,
+    hook_attention as hook_attention,
     hook_function,
     hook_input as hook_input,
     hook_inputs,
@@ -141,24 +130,35 @@ from .hooks import (
     hook_tensor as hook_tensor,
     print_sizes as print_sizes,
 )
-from .recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
-from .records import Record as Record, Run
-from .selecting import (
+from .hooks.selection import (
     Selection as Selection,
     leaf_modules as leaf_modules,
     select,
     unwrap as unwrap,
 )
-from .summaries import (
+from .inspection import (
+    Activations as Activations,
+    Comparison as Comparison,
+    Covariance as Covariance,
+    FeatureExtractor as FeatureExtractor,
+    Mean as Mean,
     Summary as Summary,
+    TopK as TopK,
+    activation_stream as activation_stream,
+    collect,
+    compare_models,
+    feature_extractor,
     layer_info as layer_info,
     module_summary as module_summary,
     summary,
 )
+from .recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
+from .records import Record as Record, Run
 from .training import Learner, Watcher as Watcher, watch
 from .training.data import DataLoaders as DataLoaders
 from .training.live import ShowHealth as ShowHealth
-from .version import __version__ as __version__
+
+__version__ = version("hookkit")
 
 __all__ = [
     "ActivationStats",

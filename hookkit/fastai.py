@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookkit._core.checks import check_module, is_whole
+from hookkit._core.modules import children, unwrap, walk
+from hookkit._core.pytree import Inputs, describe, leaves
 from hookkit.callbacks.hook_callback import HookCallback
-from hookkit.checks import check_module, is_whole
 from hookkit.errors import ArgumentError, ModelRunError, OptionError
 from hookkit.hooks import Hook, Hooks, hook_output, hook_outputs
-from hookkit.modelinfo.tracing import trace
-from hookkit.modelinfo.tree import Tree, numel
-from hookkit.modelinfo.untouched import set_mode, untouched
-from hookkit.modules import children, unwrap, walk
-from hookkit.nested import Inputs, describe, leaves
+from hookkit.inspection import layer_info, module_summary
+from hookkit.inspection.preserve import set_mode, untouched
+from hookkit.inspection.summary_rows import share
+from hookkit.inspection.tracing import trace
+from hookkit.inspection.tree import Tree, numel
 from hookkit.recorders import ActivationStats
-from hookkit.summaries import layer_info, module_summary
-from hookkit.summaries.rows import share
 
 __all__ = [
     "ActivationStats",

@@ -15,7 +15,7 @@ import pytest
 import torch
 from zoo_base import Entry
 
-from hookkit.devices import accelerator
+from hookkit._core.devices import accelerator
 
 GOLDEN = Path(__file__).parent / "golden"
 DEVICE = os.environ.get("HOOKKIT_TEST_DEVICE") or accelerator()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, optimizer
 from torch.utils.checkpoint import checkpoint
 
-from hookkit.nested import leaves
+from hookkit._core.pytree import leaves
 
 OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from hookkit import hook_attention
-from hookkit.attention import attention_weights
 from hookkit.edits import edit_function, scale
 from hookkit.errors import HookError
+from hookkit.hooks import attention_weights
 
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},

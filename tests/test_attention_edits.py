@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hookkit.attention import attention_weights, edit_attention, hook_attention
-from hookkit.edits import patch_from, replace, scale, zero
+from hookkit.edits import edit_attention, patch_from, replace, scale, zero
 from hookkit.errors import HookError
-from hookkit.hooks import hook_function
-from hookkit.selecting import select
+from hookkit.hooks import attention_weights, hook_attention, hook_function
+from hookkit.hooks.selection import select
 
 Models = tuple[Any, Any, dict[str, Any]]
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from hookkit.autograd_graph import first_input, graph_nodes, op_name
+from hookkit._core.graph import first_input, graph_nodes, op_name
 
 
 def test_graph_nodes_gives_each_node_once() -> None:

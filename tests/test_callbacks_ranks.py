@@ -22,8 +22,8 @@ from hookkit import (
     LogTo,
     ProgressCallback,
     SaveModelCallback,
-    ranks,
 )
+from hookkit._core import distributed as ranks
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import hookkit.hooks.eager as eager
 from hookkit.edits import edit_grad, edit_input, edit_output, zero
+from hookkit.edits.swapping import Catcher, swap
 from hookkit.hooks import Hook, hook_all, hook_input, hook_inputs, hook_output, hook_outputs
-from hookkit.swapping import Catcher, swap
 
 pytestmark = [
     pytest.mark.slow,

@@ -12,7 +12,7 @@ from hooked import n_hooks
 from torch import Tensor, nn
 
 from hookkit.edits import edit_grad, edit_input, edit_output, zero
-from hookkit.features import feature_extractor
+from hookkit.edits.swapping import Catcher, GramWrapper, swap
 from hookkit.hooks import (
     Hook,
     hook_all,
@@ -22,7 +22,7 @@ from hookkit.hooks import (
     hook_outputs,
     hook_tensor,
 )
-from hookkit.swapping import Catcher, GramWrapper, swap
+from hookkit.inspection.features import feature_extractor
 
 
 @pytest.fixture

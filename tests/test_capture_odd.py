@@ -16,12 +16,9 @@ from hookkit.edits import (
     edit_output,
     zero,
 )
-from hookkit.errors import (
-    OptionError,
-    OverwrittenWarning,
-)
-from hookkit.features import feature_extractor
+from hookkit.errors import OptionError, OverwrittenWarning
 from hookkit.hooks import Hook, Hooks, hook_input, hook_inputs, hook_output, hook_outputs
+from hookkit.inspection.features import feature_extractor
 
 
 @pytest.fixture

@@ -18,13 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hookkit import Activations, Mean, TopK, collect, hook_output
-from hookkit.errors import (
-    ArgumentError,
-    HookError,
-    ModelRunError,
-    OptionError,
-    SelectionError,
-)
+from hookkit.errors import ArgumentError, HookError, ModelRunError, OptionError, SelectionError
 
 
 def net() -> nn.Sequential:

@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
 
 from hookkit import Hooks, compare_models, hook_outputs, select
-from hookkit.comparing.measures import difference
 from hookkit.errors import ArgumentError, HookError, OptionError, SelectionError
+from hookkit.inspection.differences import difference
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 
@@ -117,7 +117,7 @@ def test_chunks_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = torch.randn(1000, dtype=torch.complex64), torch.randn(1000, dtype=torch.complex64)
     whole = difference(a, b, 1e-3, 1e-3)
 
-    monkeypatch.setattr("hookkit.comparing.measures._CHUNK", 7)
+    monkeypatch.setattr("hookkit.inspection.differences._CHUNK", 7)
 
     assert difference(a, b, 1e-3, 1e-3) == pytest.approx(whole)
 

@@ -14,7 +14,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from hookkit.batches import split_batch, to_device
+from hookkit._core.batches import split_batch, to_device
 from hookkit.errors import ModelRunError, SelectionError
 from hookkit.training.data import DataLoaders
 

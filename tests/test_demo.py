@@ -1,11 +1,11 @@
-"""`python -m hookkit.demo`: real data, one command, clear about bad values."""
+"""`python -m hookkit.testing.demo`: real data, one command, clear about bad values."""
 
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from hookkit import demo
+from hookkit.testing import demo
 
 pytestmark = pytest.mark.skipif(
     not all(map(find_spec, ("sklearn", "matplotlib", "tqdm"))), reason="needs hookkit[demo]"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
+from hookkit._core.pytree import Inputs, leaves
 from hookkit.edits import (
     add,
     edit_grad,
@@ -22,14 +23,9 @@ from hookkit.edits import (
     scale,
     zero,
 )
-from hookkit.errors import (
-    ArgumentError,
-    HookError,
-    NeverFiredWarning,
-)
+from hookkit.errors import ArgumentError, HookError, NeverFiredWarning
 from hookkit.hooks import hook_input, hook_output, hook_outputs
-from hookkit.nested import Inputs, leaves
-from hookkit.selecting import select
+from hookkit.hooks.selection import select
 
 
 def mlp() -> nn.Sequential:

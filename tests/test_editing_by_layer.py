@@ -15,7 +15,7 @@ from hookkit.edits import (
     zero,
 )
 from hookkit.errors import ArgumentError, OptionError, SelectionError
-from hookkit.selecting import select
+from hookkit.hooks.selection import select
 
 
 class Net(nn.Module):

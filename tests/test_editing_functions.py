@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from hookkit.edits import add, edit_function, edit_outputs, patch_from, scale, zero
 from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.hooks import hook_function
-from hookkit.selecting import select
+from hookkit.hooks.selection import select
 
 
 class Attention(nn.Module):

@@ -24,7 +24,7 @@ from hookkit.edits import (
 )
 from hookkit.errors import HookError, HookkitWarning, NeverFiredWarning, OptionError
 from hookkit.hooks import hook_output, hook_outputs
-from hookkit.selecting import select
+from hookkit.hooks.selection import select
 
 
 class Loop(nn.Module):

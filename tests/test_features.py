@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from hookkit.edits import add, edit_output
 from hookkit.errors import HookError, NeverFiredWarning
-from hookkit.features import feature_extractor
 from hookkit.hooks import hook_outputs
+from hookkit.inspection.features import feature_extractor
 
 
 class LeNet(nn.Module):

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from torch import nn
 
-from hookkit import Learner, files, report
-from hookkit.files import atomic_write
+from hookkit import Learner, report
+from hookkit._core import files
+from hookkit._core.files import atomic_write
 from hookkit.records import Record, Run
 
 Write = Callable[[Path], object]

@@ -6,10 +6,10 @@ from hooked import n_hooks
 from torch import Tensor, nn
 
 from hookkit.edits import edit_output, scale
-from hookkit.features import feature_extractor
+from hookkit.edits.swapping import Catcher, swap
 from hookkit.hooks import hook_output, hook_outputs
-from hookkit.selecting import select
-from hookkit.swapping import Catcher, swap
+from hookkit.hooks.selection import select
+from hookkit.inspection.features import feature_extractor
 
 
 class Net(nn.Module):

@@ -15,12 +15,8 @@ from test_nested import STRUCTURES
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hookkit.errors import (
-    ArgumentError,
-    HookError,
-    NeverFiredWarning,
-    SelectionError,
-)
+from hookkit._core.pytree import leaves, tmap
+from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, SelectionError
 from hookkit.hooks import (
     Hook,
     Hooks,
@@ -30,8 +26,7 @@ from hookkit.hooks import (
     hook_output,
     hook_outputs,
 )
-from hookkit.nested import leaves, tmap
-from hookkit.selecting import select
+from hookkit.hooks.selection import select
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from hookkit import ActivationStats, watch
 from hookkit.edits import edit_function, scale
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
 from hookkit.hooks import hook_function, hook_output
-from hookkit.selecting import select
+from hookkit.hooks.selection import select
 from hookkit.testing import RegModel
 
 
@@ -241,7 +241,9 @@ def test_hooks_that_are_on_in_one_thread_are_not_entered_in_another(x: Tensor) -
 
 
 @pytest.mark.parametrize("f", ["F.relu", "torch.relu", "torch.Tensor.relu"])
-@pytest.mark.parametrize(("file", "counts"), [("hookkit_models.py", 1), ("hookkit/texts.py", 0)])
+@pytest.mark.parametrize(
+    ("file", "counts"), [("hookkit_models.py", 1), ("hookkit/_core/text.py", 0)]
+)
 def test_only_hookkits_own_calls_are_left_out(x: Tensor, file: str, counts: int, f: str) -> None:
     home, names = Path(hookkit.__file__).parents[1], dict[str, Any](F=F, torch=torch)
     exec(compile(f"def forward(x): return {f}(x)", home / file, "exec"), names)

@@ -9,11 +9,11 @@ from hooked import Gives
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hookkit._core.pytree import tmap
 from hookkit.edits import edit_grad, edit_output, scale
 from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.hooks import Hook, hook_input, hook_inputs, hook_output, hook_outputs
-from hookkit.nested import tmap
-from hookkit.selecting import select
+from hookkit.hooks.selection import select
 
 
 def double() -> nn.Linear:

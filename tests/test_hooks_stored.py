@@ -18,13 +18,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hookkit.edits import edit_output, zero
-from hookkit.errors import (
-    CompiledWarning,
-    NeverFiredWarning,
-    OverwrittenWarning,
-)
+from hookkit.errors import CompiledWarning, NeverFiredWarning, OverwrittenWarning
 from hookkit.hooks import Hook, Hooks, attach, hook_inputs, hook_output, hook_outputs
-from hookkit.summaries import summary
+from hookkit.inspection import summary
 
 
 def mlp() -> nn.Sequential:

@@ -16,7 +16,7 @@ from processes import in_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
-from hookkit import ranks
+from hookkit._core import distributed as ranks
 from hookkit.callbacks import Callback, GradientClip
 from hookkit.callbacks.events import CancelFitException
 from hookkit.errors import HookkitWarning, OptionError

@@ -2,7 +2,7 @@
 
 import re
 
-from hookkit.markup import STYLE, details, fragment, table, terms
+from hookkit._core.html import STYLE, details, fragment, table, terms
 
 
 def test_every_rule_begins_with_the_class_of_our_elements() -> None:

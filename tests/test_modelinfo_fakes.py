@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.testing import assert_close
 
+from hookkit._core.pytree import leaves
 from hookkit.errors import ModelRunError
 from hookkit.hooks import Hook
-from hookkit.modelinfo import tracing
-from hookkit.nested import leaves
-from hookkit.summaries import summary
+from hookkit.inspection import summary, tracing
 
 
 @pytest.fixture(params=["real", "fake"])

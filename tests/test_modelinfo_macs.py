@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hookkit.modelinfo.macs import formula_of
-from hookkit.summaries import summary
+from hookkit.inspection import summary
+from hookkit.inspection.macs import formula_of
 
 
 class Fn(nn.Module):

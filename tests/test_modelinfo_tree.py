@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from hookkit.modelinfo.tree import Tree, storage_of
+from hookkit.inspection.tree import Tree, storage_of
 
 
 def test_wrappers_are_in_no_name_and_all_are_listed() -> None:

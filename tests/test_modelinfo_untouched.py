@@ -17,7 +17,7 @@ from hooked import fingerprint
 from torch import Tensor, nn
 
 from hookkit import Hooks, edit_output, hook_output
-from hookkit.modelinfo.untouched import untouched
+from hookkit.inspection.preserve import untouched
 
 
 class Odd(nn.Module):
@@ -198,7 +198,7 @@ def test_flex_attention_runs_in_a_process_that_has_compiled_nothing() -> None:
     code = """if True:
         import torch
         from torch.nn.attention.flex_attention import flex_attention
-        from hookkit.modelinfo.untouched import untouched
+        from hookkit.inspection.preserve import untouched
         q = torch.ones(1, 1, 4, 2)
         with untouched(torch.nn.Identity()):
             assert flex_attention(q, q, q).shape == q.shape

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
-from hookkit.nested import Inputs, describe, leaves, named_leaves, pick, put, tmap
+from hookkit._core.pytree import Inputs, describe, leaves, named_leaves, pick, put, tmap
 
 A, B = torch.arange(6.0).view(2, 3), torch.ones(4)
 Pair = collections.namedtuple("Pair", ["h", "c"])

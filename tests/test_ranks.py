@@ -12,11 +12,11 @@ import torch
 from processes import in_ranks
 from torch import nn
 
-from hookkit import ranks
+from hookkit._core import distributed as ranks
 from hookkit.errors import HookError
 from hookkit.hooks import hook_output, hook_outputs
+from hookkit.hooks.selection import select
 from hookkit.recorders import ActivationStats
-from hookkit.selecting import select
 from hookkit.training import watch
 
 Pair = namedtuple("Pair", ["a", "b"])

@@ -41,7 +41,7 @@ from hookkit import (
     watch,
     zero,
 )
-from hookkit.checks import (
+from hookkit._core.checks import (
     OfLast,
     check_callable,
     check_choice,
@@ -53,11 +53,8 @@ from hookkit.checks import (
     kind_of,
     shown,
 )
-from hookkit.errors import (
-    ArgumentError,
-    HookkitWarning,
-    OptionError,
-)
+from hookkit.edits.swapping import Wrapper
+from hookkit.errors import ArgumentError, HookkitWarning, OptionError
 from hookkit.fastai import (
     dummy_eval,
     flatten_model,
@@ -67,7 +64,6 @@ from hookkit.fastai import (
     num_features_model,
     total_params,
 )
-from hookkit.swapping import Wrapper
 from hookkit.testing import synth_learner
 
 LINEAR, X = nn.Linear(2, 2), torch.ones(1, 2)

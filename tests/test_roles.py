@@ -8,8 +8,8 @@ from torch import nn
 
 from hookkit.edits import edit_outputs, zero
 from hookkit.errors import SelectionError
-from hookkit.roles import ROLES
-from hookkit.selecting import select
+from hookkit.hooks.roles import ROLES
+from hookkit.hooks.selection import select
 
 FAMILIES = {
     "GPT2Model": ("h.1", "h.1.attn", "h.1.mlp"),

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from hookkit.errors import ArgumentError, OptionError, SelectionError
-from hookkit.selecting import leaf_modules, select, unwrap
+from hookkit.hooks.selection import leaf_modules, select, unwrap
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from hooked import n_hooks
 from torch import Tensor, nn
 
-from hookkit import ranks
+from hookkit._core import distributed as ranks
 from hookkit.errors import NonFiniteError, OptionError
 from hookkit.recorders import ActivationStats, FlightRecorder, ParamStats
 from hookkit.records import Incident
@@ -213,7 +213,7 @@ def test_it_skips_the_step_in_a_plain_loop_and_in_a_learner() -> None:
 
 
 def test_of_several_processes_none_skips_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hookkit.ranks.is_distributed", lambda: True)
+    monkeypatch.setattr("hookkit._core.distributed.is_distributed", lambda: True)
 
     with pytest.raises(OptionError, match="one process alone would skip"):
         train(broken(nn.Identity()), "skip")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookkit import ActivationStats, ParamStats, Run, watch
-from hookkit.autograd_graph import users_of
+from hookkit._core.graph import users_of
 from hookkit.recorders.layer_graph import consumers, predecessors
 
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from zoo import entry
 
 from hookkit.errors import ArgumentError, OptionError, SelectionError
-from hookkit.modelinfo import tracing
-from hookkit.summaries import Summary, summary
+from hookkit.inspection import Summary, summary, tracing
 
 
 class Block(nn.Module):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 from hookkit.hooks import Hook
-from hookkit.summaries import summary
+from hookkit.inspection import summary
 
 
 def convs() -> nn.Sequential:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from hookkit.errors import ArgumentError, ModelRunError
-from hookkit.summaries import layer_info, learner_summary, module_summary
+from hookkit.inspection import layer_info, learner_summary, module_summary
 
 GOLDEN = Path(__file__).parent / "golden"
 

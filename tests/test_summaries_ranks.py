@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hookkit.errors import ArgumentError
-from hookkit.summaries import Summary, summary
+from hookkit.inspection import Summary, summary
 
 
 def net() -> nn.Sequential:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookkit.summaries import layer_info, module_summary, summary
+from hookkit.inspection import layer_info, module_summary, summary
 
 NASTY = [
     "a\x1b[31mred",

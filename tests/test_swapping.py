@@ -8,15 +8,9 @@ import torch
 from hooked import Checkpointed
 from torch import Tensor, nn
 
-from hookkit.errors import (
-    ArgumentError,
-    HookError,
-    HookkitWarning,
-    NeverFiredWarning,
-    OptionError,
-)
-from hookkit.modules import submodules
-from hookkit.swapping import Catcher, GramWrapper, Wrapper, swap
+from hookkit._core.modules import submodules
+from hookkit.edits.swapping import Catcher, GramWrapper, Wrapper, swap
+from hookkit.errors import ArgumentError, HookError, HookkitWarning, NeverFiredWarning, OptionError
 
 
 class Doubled(Wrapper):

@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from zoo import ZOO, Entry, entry
 
+from hookkit._core.modules import find, walk
 from hookkit.fastai import total_params
-from hookkit.modelinfo.tree import Tree
-from hookkit.modules import find, walk
+from hookkit.hooks.selection import leaf_modules, select
+from hookkit.inspection.tree import Tree
 from hookkit.recorders.parameters import named_parameters
-from hookkit.selecting import leaf_modules, select
 
 
 class Flops(TorchDispatchMode):

@@ -30,13 +30,13 @@ from reference import (
 from torch import Tensor, nn
 from zoo import ZOO, Entry
 
+from hookkit._core.modules import can_run, walk
+from hookkit._core.pytree import tmap
 from hookkit.edits import edit_grads, edit_outputs
-from hookkit.features import feature_extractor
+from hookkit.edits.swapping import Catcher, swap
 from hookkit.hooks import hook_inputs, hook_output, hook_outputs
-from hookkit.modules import can_run, walk
-from hookkit.nested import tmap
-from hookkit.selecting import leaf_modules
-from hookkit.swapping import Catcher, swap
+from hookkit.hooks.selection import leaf_modules
+from hookkit.inspection.features import feature_extractor
 
 pytestmark = pytest.mark.slow
 

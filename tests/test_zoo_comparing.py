@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zoo import ZOO, Entry
 
 from hookkit import compare_models, select
-from hookkit.nested import leaves
+from hookkit._core.pytree import leaves
 
 # those whose forward differentiates, or without values, or without hooks; one gives a generator
 WITHOUT = ("needs_grad", "meta_device", "lazy", "scripted", "traced", "generator_out")

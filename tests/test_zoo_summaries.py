@@ -6,11 +6,10 @@ import pytest
 from hooked import fingerprint
 from zoo import ZOO, Entry
 
-from hookkit.modelinfo import tracing
-from hookkit.modelinfo.untouched import untouched
-from hookkit.summaries import Summary, summary
-from hookkit.summaries.drawing import tree
-from hookkit.summaries.rows import NUMBERS
+from hookkit.inspection import Summary, summary, tracing
+from hookkit.inspection.preserve import untouched
+from hookkit.inspection.summary_drawing import tree
+from hookkit.inspection.summary_rows import NUMBERS
 
 # What models of the zoo warn of in a real run.
 pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")

@@ -13,14 +13,14 @@ from reference import once
 from torch import Tensor, nn
 from zoo import ZOO, Entry
 
+from hookkit._core.modules import can_run
+from hookkit._core.pytree import leaves
 from hookkit.callbacks import Callback
 from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.errors import HookError, HookkitWarning
-from hookkit.modules import can_run
-from hookkit.nested import leaves
+from hookkit.hooks.selection import leaf_modules
 from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.records import as_run
-from hookkit.selecting import leaf_modules
 from hookkit.testing import synth_learner
 from hookkit.training import watch
 

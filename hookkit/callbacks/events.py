@@ -25,7 +25,7 @@ fit; no further event fires, but every callback's `cleanup_fit()` is called.
 
 from __future__ import annotations
 
-from hookkit.errors import nearest
+from hookkit._core.messages import nearest
 
 EVENTS = (
     "after_create",

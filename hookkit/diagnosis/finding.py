@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import overload
 
-from hookkit.markup import details, fragment, terms
+from hookkit._core.html import details, fragment, terms
 
 MARKS = {"error": "✗", "warning": "!", "note": "·"}
 """Severity → its mark: "this run does not work", "look at this", "good to know"."""

@@ -11,6 +11,7 @@ import platform
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from html import escape
+from importlib.metadata import version
 from io import BytesIO
 from operator import methodcaller
 from pathlib import Path
@@ -19,13 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from hookkit.checks import check_path
+from hookkit._core.checks import check_path
+from hookkit._core.files import atomic_write
+from hookkit._core.html import STYLE, details, table, terms
 from hookkit.diagnosis import diagnose
 from hookkit.errors import HookkitError, OptionError
-from hookkit.files import atomic_write
-from hookkit.markup import STYLE, details, table, terms
 from hookkit.records import Run, as_run
-from hookkit.version import __version__
 
 GENERATOR = '<meta name="generator" content="hookkit">'
 """By this line a report is recognised, so that no other file is overwritten."""
@@ -84,7 +84,7 @@ def report(
     head = list(dict.fromkeys(key for row in record.valid for key in row))
     cells = [[_cell(row.get(key)) for key in head] for row in record.valid]
     python = platform.python_version()
-    facts = {"hookkit": __version__, "torch": torch.__version__, "Python": python}
+    facts = {"hookkit": version("hookkit"), "torch": torch.__version__, "Python": python}
     for name, fact in record.info.items():
         if isinstance(fact, (str, bool, int, float)):
             facts.setdefault(name.replace("_", " "), _cell(fact))

@@ -1,5 +1,6 @@
-"""Choose a module and see what it gives: `Hook` for one, `Hooks` for many, and how they are made.
+"""Choose modules and see what they give: `Hook` for one, `Hooks` for many, and how they are made.
 
+selection     `select`: modules by name, pattern, class or role (`roles`).
 capture       The functions that make hooks: `hook_output(s)`, `hook_input(s)` and others.
 hook          `Hook`: made, registered, called, stored, read, removed.
 collection    `Hooks`: many hooks as one; saved in a file.
@@ -8,12 +9,14 @@ calls         Which calls of a module count.
 values        A part of a value, a copy to store, a replacement.
 grads         Tensor hooks on what a module gives or takes.
 functions     `hook_function`: hooks on the calls of torch functions.
-attention     Hooks on attention patterns, which fused attention never computes.
+attention     `hook_attention`: attention patterns, which fused attention never computes.
 attach        A recorder's function on a module.
 eager         Disables what skips hooks: compiled code, PyTorch's fused path.
 """
 
+from hookkit._core.pytree import Inputs
 from hookkit.hooks.attach import attach
+from hookkit.hooks.attention import attention_weights, hook_attention
 from hookkit.hooks.calls import recomputing
 from hookkit.hooks.capture import (
     GlobalHook,
@@ -30,9 +33,10 @@ from hookkit.hooks.collection import Hooks
 from hookkit.hooks.functions import FunctionHooks, hook_function
 from hookkit.hooks.hook import Hook
 from hookkit.hooks.options import StopForward
-from hookkit.nested import Inputs
+from hookkit.hooks.roles import ROLES
 
 __all__ = [
+    "ROLES",
     "FunctionHooks",
     "GlobalHook",
     "Hook",
@@ -41,7 +45,9 @@ __all__ = [
     "StopForward",
     "TensorHook",
     "attach",
+    "attention_weights",
     "hook_all",
+    "hook_attention",
     "hook_function",
     "hook_input",
     "hook_inputs",

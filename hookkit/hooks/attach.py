@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hookkit.checks import check_module
+from hookkit._core.checks import check_module
+from hookkit._core.modules import can_run
 from hookkit.errors import ArgumentError, HookError
 from hookkit.hooks.calls import is_compiling
-from hookkit.modules import can_run
 
 
 class Switch:

@@ -8,6 +8,8 @@ out, the pattern is the result of its softmax.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from inspect import signature
 from threading import local
@@ -19,12 +21,110 @@ from torch.amp import is_autocast_available
 from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from hookkit._core.checks import check_choice, check_flag, check_module
+from hookkit._core.pytree import tmap
 from hookkit.errors import HookError
-from hookkit.hooks.functions import FunctionHooks, call_outer, plain_name, running_modules
+from hookkit.hooks.functions import FunctionHooks, Within, call_outer, plain_name, running_modules
 from hookkit.hooks.options import HookOptions
-from hookkit.nested import tmap
 
 _thread = local()  # .seen: the pattern of the fused call that runs now was shown to all blocks
+
+
+def hook_attention(
+    within: Within,
+    detach: bool = True,
+    cpu: bool = False,
+    *,
+    scores: bool = False,
+    hook: Callable[..., Any] | None = None,
+    keep: str = "all",
+) -> FunctionHooks:
+    """Stores the attention pattern of each attention in `within`, for the time of a `with`.
+
+    Attention is `F.scaled_dot_product_attention`, fused or not; `nn.MultiheadAttention`, also in an
+    encoder layer; and any softmax over the last of four dimensions, as eager attention has it (also
+    one that is none: name the attention layers in `within` if a model has such). Masks, the causal
+    mask, scale, groups of heads and caches are those of the call; dropout is left out, and so is
+    the column of an attention sink (gpt-oss): there rows sum to less than 1.
+    The run is not changed, and fused attention stays fused; only that of `nn.TransformerEncoder`
+    in evaluation mode runs layer by layer, so that padded positions have values in place of 0.
+    Memory: all patterns, unless `keep` says otherwise.
+
+    Not seen: `flex_attention`, a softmax over three dimensions (`hook_function(F.softmax)` stores
+    it), and other threads.
+
+    Args:
+        within: a model (all modules in it), or modules, as `select` gives them; None is every call
+            in the block, without a module's name.
+        detach, cpu: as for `hook_output`. What fused attention does not compute has no gradient.
+        scores: stores what the softmax is given: logits, scaled and masked (-inf, or as the model
+            masks).
+        hook: `hook(call, inputs, output)`, or of one argument, the pattern, gives what to store.
+        keep: as for `hook_function`: `"all"` calls, `"last"` or `"none"`.
+
+    Returns:
+        `FunctionHooks`, to be entered. Names are those of the innermost module of `within`:
+        `h["blocks.3.attn/attention:0"]`. Each stores (batch, heads, queries, keys), where the layer
+        has these dimensions: fused attention of three stores three, and Longformer (batch, queries,
+        heads, window). Scores are float32 at least. A query that may attend to nothing has a
+        pattern of 0.
+
+    Raises:
+        ArgumentError: `within` holds no modules.
+        HookError: later, in the forward: attention over nested tensors.
+
+    >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> with hook_attention(layer) as h:
+    ...     y = layer(torch.randn(1, 5, 8))
+    >>> h.names, h[0].stored.shape
+    (('self_attn/attention:0',), torch.Size([1, 2, 5, 5]))
+    """
+    who = "hook_attention"
+    check_choice(who, "keep", keep, ("last", "all", "none"))
+    kind = "pre" if check_flag(who, "scores", scores) else "forward"
+    each = "none" if keep == "none" else "last"
+    options = HookOptions(who, kind, hook, detach, cpu, keep=each)
+    return AttentionHooks(within, options, numbered=keep == "all")
+
+
+def attention_weights(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str, Tensor]:
+    """The attention patterns of `model(*inputs, **kwargs)`, by the name of their layer.
+
+    `hook_attention` around one forward, without gradients, in the mode that the model is in; hooks
+    and edits run too. Memory: all patterns at once.
+
+    Args:
+        model: any model.
+        *inputs: what its forward takes.
+        **kwargs: its keyword inputs.
+
+    Returns:
+        (batch, heads, queries, keys) for each layer, in the order of the calls. Of a layer that
+        attends several times each call has a number: `name:0`, `name:1`.
+
+    Raises:
+        ArgumentError: `model` is no module.
+        HookError: it calls no attention that is seen; or with nested tensors.
+
+    >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> weights = attention_weights(nn.Sequential(layer), torch.randn(1, 5, 8))
+    >>> {name: tuple(w.shape) for name, w in weights.items()}
+    {'0.self_attn': (1, 2, 5, 5)}
+    """
+    check_module("attention_weights", model)
+    hooks = AttentionHooks(model, HookOptions("attention_weights"))
+    hooks.quiet = True
+    with torch.no_grad(), hooks:
+        model(*inputs, **kwargs)
+    if not len(hooks):
+        raise HookError(hooks.never_called())
+    layers = [name.rpartition("/")[0] for name in hooks.names]
+    times, seen = Counter(layers), Counter[str]()
+    found = {}
+    for layer, weights in zip(layers, hooks.stored, strict=True):
+        found[f"{layer}:{seen[layer]}" if times[layer] > 1 else layer] = weights
+        seen[layer] += 1
+    return found
 
 
 class AttentionHooks(FunctionHooks):

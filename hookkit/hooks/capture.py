@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from hookkit.checks import check_flag, check_function
+from hookkit._core.checks import check_flag, check_function
+from hookkit._core.pytree import Inputs, describe, tmap
 from hookkit.hooks.attach import call_with_note, check_hookable
 from hookkit.hooks.calls import recomputing
 from hookkit.hooks.collection import Hooks, Modules, hooks_of, named_modules_of, require_modules
@@ -21,7 +22,6 @@ from hookkit.hooks.eager import layer_by_layer
 from hookkit.hooks.functions import modules_inside
 from hookkit.hooks.hook import Hook, hook_of
 from hookkit.hooks.options import BY_NAME, KINDS, HookOptions, HookScope
-from hookkit.nested import Inputs, describe, tmap
 
 
 def hook_output(

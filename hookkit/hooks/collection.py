@@ -18,23 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-from hookkit import ranks
-from hookkit.checks import check_path
-from hookkit.errors import (
-    ArgumentError,
-    HookError,
-    OptionError,
-    SelectionError,
-    missing_extra,
-    no_such,
-)
-from hookkit.files import atomic_write
+from hookkit._core import distributed as ranks
+from hookkit._core.checks import check_path
+from hookkit._core.files import atomic_write
+from hookkit._core.messages import missing_extra, no_such
+from hookkit._core.modules import submodules, unwrap
+from hookkit._core.pytree import parts_in
+from hookkit.errors import ArgumentError, HookError, OptionError, SelectionError
 from hookkit.hooks.attach import check_hookable
 from hookkit.hooks.hook import Hook
 from hookkit.hooks.options import HookOptions, HookScope, kind_of, silent_reasons
 from hookkit.hooks.values import Values
-from hookkit.modules import submodules, unwrap
-from hookkit.nested import parts_in
 
 T = TypeVar("T")
 Modules = Iterable[nn.Module] | Mapping[str, nn.Module]

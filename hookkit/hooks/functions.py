@@ -25,15 +25,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hookkit.checks import check_choice, check_flag, check_module, kind_of
-from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError, warn
+from hookkit._core.checks import check_choice, check_flag, check_module, kind_of
+from hookkit._core.messages import warn
+from hookkit._core.modules import unwrap
+from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
 from hookkit.hooks.attach import check_hookable
 from hookkit.hooks.calls import call_kind
 from hookkit.hooks.collection import Hooks, Modules, named_modules_of
 from hookkit.hooks.hook import hook_of
 from hookkit.hooks.options import HookOptions, HookScope
-from hookkit.modules import unwrap
-from hookkit.selecting import select
+from hookkit.hooks.selection import select
 
 Within = nn.Module | Modules | None
 Caller = tuple[str, nn.Module | None] | None
@@ -44,7 +45,7 @@ _FUNCTIONS = frozenset(
     ("torch.overrides", "torch.nn.functional", "torch.functional", "torch._tensor")
 )
 _HOME = str(Path(__file__).parents[1]) + os.sep
-_MODELS = (f"{_HOME}testing.py", f"{_HOME}demo.py")  # which models a user may hook
+_MODELS = f"{_HOME}testing{os.sep}"  # models that a user may hook
 
 
 @lru_cache(1000)
@@ -336,7 +337,7 @@ def _called_by_hookkit() -> bool:
     while frame is not None and frame.f_globals.get("__name__") in _FUNCTIONS:
         frame = frame.f_back
     file = "" if frame is None else frame.f_code.co_filename
-    return file.startswith(_HOME) and file != __file__ and file not in _MODELS
+    return file.startswith(_HOME) and file != __file__ and not file.startswith(_MODELS)
 
 
 def _check_is_torchs(who: str, f: Any) -> None:

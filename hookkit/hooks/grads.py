@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookkit.nested import Inputs, leaves, parts_of, tmap
+from hookkit._core.pytree import Inputs, leaves, parts_of, tmap
 
 Receive = Callable[[int, Tensor], Any]
 """`receive(i, grad)` gets the gradient of tensor `i`; its result, unless None, replaces it."""

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hookkit import ranks
-from hookkit.checks import OfLast
+from hookkit._core import distributed as ranks
+from hookkit._core.checks import OfLast
+from hookkit._core.messages import nearest, warn
+from hookkit._core.pytree import Inputs, describe, is_path, leaves, put, tmap
 from hookkit.errors import (
     CompiledWarning,
     HookError,
     NeverFiredWarning,
     OptionError,
     OverwrittenWarning,
-    nearest,
-    warn,
 )
 from hookkit.hooks.attach import add_hook_note, check_hookable, short_repr
 from hookkit.hooks.calls import call_kind, graph_task, is_compiling, is_tracing
@@ -45,7 +45,6 @@ from hookkit.hooks.values import (
     version_of,
     wait_for,
 )
-from hookkit.nested import Inputs, describe, is_path, leaves, put, tmap
 
 NOT_WANTED = "`calls` is true of none of the calls that it got"
 """The reason of an edit at some calls that never happened."""

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hookkit.checks import OfLast, check_choice, check_flag, check_function
-from hookkit.errors import HookError, NeverFiredWarning, OptionError, warn
+from hookkit._core.checks import OfLast, check_choice, check_flag, check_function
+from hookkit._core.messages import warn
+from hookkit.errors import HookError, NeverFiredWarning, OptionError
 from hookkit.hooks.eager import EAGER, enter_eager
 
 if TYPE_CHECKING:

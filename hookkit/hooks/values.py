@@ -13,8 +13,8 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
 
+from hookkit._core.pytree import Inputs, describe, leaves, named_leaves, pick, tmap
 from hookkit.errors import HookError
-from hookkit.nested import Inputs, describe, leaves, named_leaves, pick, tmap
 
 if TYPE_CHECKING:
     from hookkit.hooks.hook import Hook

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from hookkit.checks import check_number, check_path
-from hookkit.errors import ArgumentError, OptionError, missing_extra
-from hookkit.files import atomic_write
+from hookkit._core.checks import check_number, check_path
+from hookkit._core.files import atomic_write
+from hookkit._core.messages import missing_extra
+from hookkit.errors import ArgumentError, OptionError
 from hookkit.records import Floats, Ints, Record
 
 try:

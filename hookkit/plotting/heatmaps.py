@@ -10,11 +10,11 @@ import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
+from hookkit._core.text import clip
 from hookkit.diagnosis import diagnose
 from hookkit.plotting import figures
 from hookkit.plotting.figures import ALARM, GREY
 from hookkit.records import Record, as_run
-from hookkit.texts import clip
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

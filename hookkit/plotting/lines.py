@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hookkit.checks import check_number
+from hookkit._core.checks import check_number
 from hookkit.diagnosis.view import nan_from
 from hookkit.plotting import figures
 from hookkit.plotting.figures import BLUE, FAINT, ORANGE, new_axes, new_figure

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookkit import ranks
+from hookkit._core import distributed as ranks
+from hookkit._core.checks import check_choice, check_number, shown
+from hookkit._core.devices import to_host_async, widest_float
+from hookkit._core.modules import class_name, unwrap
 from hookkit.callbacks.events import CancelStepException
 from hookkit.callbacks.hook_callback import HookCallback
-from hookkit.checks import check_choice, check_number, shown
-from hookkit.devices import to_host_async, widest_float
 from hookkit.errors import NonFiniteError, OptionError
 from hookkit.hooks.calls import graph_task
-from hookkit.modules import class_name, unwrap
 from hookkit.recorders.graph_op import enlist, show_traced
 from hookkit.recorders.layer_hooks import LayerHooks
 from hookkit.recorders.moments import norm, plain

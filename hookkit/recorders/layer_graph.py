@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hookkit.autograd_graph import PARTS, SAME_VALUES, inputs_of, op_name, walk
-from hookkit.modules import join, walk as walk_modules
+from hookkit._core.graph import PARTS, SAME_VALUES, inputs_of, op_name, walk
+from hookkit._core.modules import join, walk as walk_modules
 
 _POOLS = {"MaxPool2DWithIndices", "MaxPool3DWithIndices", "NativeDropout"}
 _PASSES_ON = SAME_VALUES | PARTS | _POOLS
@@ -36,7 +36,7 @@ def consumers(model: nn.Module, users: Users) -> dict[str, str | None]:
     graph does not show it (frozen, compiled, checkpointed, not run).
 
     >>> import torch
-    >>> from hookkit.autograd_graph import users_of
+    >>> from hookkit._core.graph import users_of
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> consumers(net, users_of(net(torch.ones(4, 2))))
     {'0': 'ReLU', '2': ''}
@@ -62,7 +62,7 @@ def predecessors(model: nn.Module, users: Users) -> dict[str, str]:
     more. Matrices that the graph does not show (frozen, compiled, not run) are left out.
 
     >>> import torch
-    >>> from hookkit.autograd_graph import users_of
+    >>> from hookkit._core.graph import users_of
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> predecessors(net, users_of(net(torch.ones(4, 2))))
     {'0.weight': '', '2.weight': '0.weight'}
@@ -93,7 +93,7 @@ def unregistered(model: nn.Module, opts: Iterable[Optimizer], users: Users) -> l
     PyTorch does not know of them: they are not in `model.parameters()`, and are never trained.
 
     >>> import torch
-    >>> from hookkit.autograd_graph import users_of
+    >>> from hookkit._core.graph import users_of
     >>> net = nn.Sequential(nn.Linear(2, 3))
     >>> net.extra = [nn.Linear(3, 1, bias=False)]
     >>> unregistered(net, [], users_of(net.extra[0](net(torch.ones(4, 2)))))

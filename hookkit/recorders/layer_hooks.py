@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hookkit.errors import warn
+from hookkit._core.messages import warn
+from hookkit._core.pytree import Inputs, named_leaves, put, tmap
 from hookkit.hooks.attach import Switch, attach, call_with_note, remove_all, short_repr
 from hookkit.hooks.calls import call_kind, graph_task, is_compiling, is_tracing
 from hookkit.hooks.grads import listen_output
 from hookkit.hooks.values import part_at
-from hookkit.nested import Inputs, named_leaves, put, tmap
 
 Function = Callable[[nn.Module, Any, Any], Any]
 

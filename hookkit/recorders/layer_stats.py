@@ -19,13 +19,14 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
 
-from hookkit.autograd_graph import users_of
+from hookkit._core.checks import check_choice, check_flag, check_number, kind_of, shown
+from hookkit._core.devices import widened
+from hookkit._core.graph import users_of
+from hookkit._core.messages import warn
+from hookkit._core.modules import class_name
 from hookkit.callbacks.hook_callback import HookCallback
-from hookkit.checks import check_choice, check_flag, check_number, kind_of, shown
-from hookkit.devices import widened
-from hookkit.errors import OptionError, warn
+from hookkit.errors import OptionError
 from hookkit.hooks.calls import graph_task
-from hookkit.modules import class_name
 from hookkit.recorders.bins import LogBins, RangeBins
 from hookkit.recorders.layer_graph import consumers, dropouts, predecessors, unregistered
 from hookkit.recorders.layer_hooks import LayerHooks

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hookkit.autograd_graph import (
+from hookkit._core.graph import (
     PARTS,
     SAME_ORDER,
     SAME_VALUES,

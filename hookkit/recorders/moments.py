@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hookkit.devices import widest_float
+from hookkit._core.devices import widest_float
 from hookkit.hooks.values import is_transforming
 
 FIELDS = ("calls", "n", "mean", "m2", "min", "max", "near", "zero", "bad")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookkit.devices import to_host_async
+from hookkit._core.devices import to_host_async
 from hookkit.recorders.parameters import (
     grad_norms,
     is_plain,

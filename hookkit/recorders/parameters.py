@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hookkit._core.devices import widest_float
+from hookkit._core.modules import class_name, is_parametrization, join, submodules, walk
 from hookkit.callbacks.optimizers import ids_of
-from hookkit.devices import widest_float
-from hookkit.modules import class_name, is_parametrization, join, submodules, walk
 from hookkit.recorders.moments import dot, has_numbers, plain, widened
 
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))

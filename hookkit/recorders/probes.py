@@ -28,9 +28,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from hookkit.devices import widest_float
+from hookkit._core.devices import widest_float
+from hookkit._core.pytree import leaves
 from hookkit.hooks.values import is_transforming
-from hookkit.nested import leaves
 from hookkit.recorders.kept_gradients import KeptGradients
 from hookkit.recorders.loss_graph import FOUND, is_found, loss_facts
 from hookkit.recorders.moments import plain

@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookkit.devices import to_host_async
+from hookkit._core.devices import to_host_async
+from hookkit._core.pytree import leaves
 from hookkit.hooks.values import is_transforming
-from hookkit.nested import leaves
 from hookkit.recorders import step_recorder, triton_rows, unit_stats as units
 from hookkit.recorders.bins import LogBins, RangeBins, count, narrowed, sample_of
 from hookkit.recorders.graph_op import enlist, show_traced

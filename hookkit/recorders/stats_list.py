@@ -9,7 +9,8 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor
 
-from hookkit.errors import SelectionError, nearest
+from hookkit._core.messages import nearest
+from hookkit.errors import SelectionError
 from hookkit.records import Record
 
 

@@ -11,10 +11,11 @@ import math
 import time
 from typing import Any
 
-from hookkit import ranks
+from hookkit._core import distributed as ranks
+from hookkit._core.checks import check_number
+from hookkit._core.messages import warn
 from hookkit.callbacks.callback import Callback
-from hookkit.checks import check_number
-from hookkit.errors import HookError, OptionError, warn
+from hookkit.errors import HookError, OptionError
 from hookkit.recorders.step_table import StepTable
 from hookkit.records import Record, Reportable
 

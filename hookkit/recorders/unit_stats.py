@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookkit.autograd_graph import op_name
+from hookkit._core.graph import op_name
 from hookkit.recorders.moments import widened
 
 WINDOW = 50

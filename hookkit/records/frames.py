@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hookkit.errors import missing_extra
+from hookkit._core.messages import missing_extra
 from hookkit.records.run import Run
 
 if TYPE_CHECKING:

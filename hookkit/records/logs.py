@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from hookkit.checks import check_path, is_number, kind_of
-from hookkit.errors import ArgumentError, OptionError, nearest
-from hookkit.files import append_lines
+from hookkit._core.checks import check_path, is_number, kind_of
+from hookkit._core.files import append_lines
+from hookkit._core.messages import nearest
+from hookkit.errors import ArgumentError, OptionError
 
 _USUAL = ("mean", "std", "rms", "near_zero", "nonfinite", "dead")
 _USUAL_OF_PARAMS = ("weight_norm", "grad_norm", "update_ratio")

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from hookkit.checks import check_path
+from hookkit._core.checks import check_path
+from hookkit._core.files import atomic_write, check_zip
 from hookkit.errors import OptionError
-from hookkit.files import atomic_write, check_zip
 from hookkit.records.run import SLOTS, Incident, Record, Run
 
 _SERIES = ("losses", "grad_norms")

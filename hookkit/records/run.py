@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hookkit.checks import check_path
-from hookkit.errors import ArgumentError, OptionError, SelectionError, nearest
-from hookkit.files import atomic_write
+from hookkit._core.checks import check_path
+from hookkit._core.files import atomic_write
+from hookkit._core.messages import nearest
+from hookkit.errors import ArgumentError, OptionError, SelectionError
 from hookkit.records.logs import send
 from hookkit.records.plain import Floats, Ints, PlainValue, label
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hookkit.batches import check_loader, first_batch, n_batches, to_device
-from hookkit.checks import kind_of
+from hookkit._core.batches import check_loader, first_batch, n_batches, to_device
+from hookkit._core.checks import kind_of
 from hookkit.errors import ArgumentError, SelectionError
 
 

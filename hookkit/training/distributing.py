@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from hookkit import ranks
-from hookkit.batches import n_batches
+from hookkit._core import distributed as ranks
+from hookkit._core.batches import n_batches
+from hookkit._core.messages import missing_extra, warn
 from hookkit.callbacks import Callback
-from hookkit.errors import OptionError, missing_extra, warn
+from hookkit.errors import OptionError
 
 
 class AccelerateCallback(Callback):

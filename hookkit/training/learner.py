@@ -18,8 +18,13 @@ from fastcore.basics import PrettyString
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from hookkit import ranks
-from hookkit.batches import generators_kept, n_batches, no_batches, split_batch, to_device
+from hookkit._core import distributed as ranks
+from hookkit._core.batches import generators_kept, n_batches, no_batches, split_batch, to_device
+from hookkit._core.checks import check_callable, check_module, check_number
+from hookkit._core.files import atomic_write
+from hookkit._core.messages import warn
+from hookkit._core.modules import unwrap
+from hookkit._core.pytree import describe, tmap
 from hookkit.callbacks import DEFAULT_CALLBACKS, ProgressCallback, Recorder, SchedulerCallback
 from hookkit.callbacks.events import CANCEL_EXCEPTIONS, CANCELS
 from hookkit.callbacks.optimizers import (
@@ -29,11 +34,7 @@ from hookkit.callbacks.optimizers import (
     stepping_scaler,
     unwrap_optimizer,
 )
-from hookkit.checks import check_callable, check_module, check_number
-from hookkit.errors import ModelRunError, OptionError, warn
-from hookkit.files import atomic_write
-from hookkit.modules import unwrap
-from hookkit.nested import describe, tmap
+from hookkit.errors import ModelRunError, OptionError
 from hookkit.records import Reportable
 from hookkit.training.data import as_loaders
 from hookkit.training.distributing import distributed, no_log
@@ -49,7 +50,7 @@ from hookkit.training.lr_finder import SuggestedLRs, find_lr
 from hookkit.training.predicting import Keep, joined, loader_of
 
 if TYPE_CHECKING:
-    from hookkit.summaries.fastai_layout import SummaryText
+    from hookkit.inspection.fastai_layout import SummaryText
 
 
 _LOOP = """
@@ -764,7 +765,7 @@ class Learner(Loop, Reportable):
 
     def summary(self) -> SummaryText:
         """Return the model as a table: shapes, parameters, optimizer, loss, callbacks."""
-        from hookkit.summaries import learner_summary
+        from hookkit.inspection import learner_summary
 
         return learner_summary(self)
 

@@ -7,13 +7,13 @@ import time
 from operator import methodcaller
 from typing import Any
 
-from hookkit import ranks
+from hookkit._core import distributed as ranks
+from hookkit._core.checks import check_number
+from hookkit._core.html import Output, in_notebook
+from hookkit._core.messages import warn
 from hookkit.callbacks.callback import Callback
-from hookkit.checks import check_number
 from hookkit.diagnosis import Finding, diagnose
 from hookkit.diagnosis.report_page import picture
-from hookkit.errors import warn
-from hookkit.markup import Output, in_notebook
 
 
 class ShowHealth(Callback):

@@ -17,14 +17,15 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor
 
-from hookkit import ranks
+from hookkit._core import distributed as ranks
+from hookkit._core.checks import kind_of
+from hookkit._core.messages import nearest
+from hookkit._core.modules import class_name, unwrap
 from hookkit.callbacks.callback import Callback, around_fastai, is_of_fastai, method_for
 from hookkit.callbacks.events import BATCH_EVENTS, CANCEL_EXCEPTIONS, EVENTS, not_an_event
 from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.callbacks.loss_log import LossLog
-from hookkit.checks import kind_of
-from hookkit.errors import ArgumentError, HookError, OptionError, nearest
-from hookkit.modules import class_name, unwrap
+from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.recorders.probes import TrainingProbes, loss_name
 from hookkit.recorders.step_recorder import StepRecorder
 from hookkit.records import Record, Run, grad_norms

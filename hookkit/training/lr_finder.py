@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hookkit.batches import generators_kept
+from hookkit._core.batches import generators_kept
 from hookkit.callbacks import Callback, ProgressCallback, Recorder
 from hookkit.callbacks.events import CancelFitException, CancelValidException
 from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.callbacks.loss_log import LossLog
 from hookkit.errors import ModelRunError, OptionError
-from hookkit.modelinfo.untouched import untouched
+from hookkit.inspection.preserve import untouched
 from hookkit.recorders.probes import TrainingProbes
 from hookkit.recorders.step_recorder import StepRecorder
 from hookkit.records import Floats

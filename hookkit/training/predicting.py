@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor, cat, stack
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
 
-from hookkit.batches import has_samples
+from hookkit._core.batches import has_samples
+from hookkit._core.pytree import PLAIN, is_container, leaves, parts_of, rebuilt, tmap
 from hookkit.callbacks import Callback
 from hookkit.callbacks.metrics import gathered
-from hookkit.nested import PLAIN, is_container, leaves, parts_of, rebuilt, tmap
 
 
 class Keep(Callback):

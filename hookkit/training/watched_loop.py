@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, optimizer as global_hooks
 from torch.utils.hooks import RemovableHandle
 
+from hookkit._core.messages import warn
+from hookkit._core.modules import unwrap, wrappers
+from hookkit._core.pytree import named_leaves
 from hookkit.callbacks.events import CancelStepException
 from hookkit.callbacks.optimizers import ids_of, skips_step, stepping_scaler
-from hookkit.errors import HookError, NeverFiredWarning, warn
+from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.hooks.attach import attach, check_hookable, remove_all
 from hookkit.hooks.calls import call_kind, graph_task, is_tracing
-from hookkit.modules import unwrap, wrappers
-from hookkit.nested import named_leaves
 from hookkit.training.loop import Loop
 from hookkit.training.watch_checks import not_in_watch, one_number, warn_unseen
 

@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hookkit._core.checks import check_callable, check_flag
+from hookkit._core.messages import warn
 from hookkit.callbacks.callback import Callback, own_method
 from hookkit.callbacks.events import CancelFitException
-from hookkit.checks import check_callable, check_flag
-from hookkit.errors import HookError, NeverFiredWarning, warn
+from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.hooks.eager import forget_graphs
 from hookkit.recorders import ActivationStats, ParamStats
 from hookkit.recorders.step_recorder import StepRecorder

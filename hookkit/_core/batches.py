@@ -1,0 +1,137 @@
+"""Batches: their size, their inputs and targets, their device; the first one of a loader.
+
+A loader is anything that can be iterated over again and again to give batches: a torch DataLoader,
+a list of batches, an object of your own. Nothing here loads, shuffles or collates.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from hookkit._core.checks import kind_of
+from hookkit._core.pytree import is_container, leaves, parts_of, rebuilt
+from hookkit.errors import ArgumentError, ModelRunError
+
+
+def to_device(x: Any, device: torch.device) -> Any:
+    """`x` with every tensor, and every object that has `.to`, on `device`; `x` if they are there.
+
+    Structures keep their type. So PyTorch Geometric's `Data`, or a batch of your own, is moved.
+    """
+    if isinstance(x, Tensor):
+        return x if x.device == device else x.to(device, non_blocking=True)
+    is_plain = type(x) is tuple or type(x) is list  # the usual batch: no paths are needed
+    if not (is_plain or is_container(x)):
+        return x.to(device) if hasattr(x, "to") else x
+    parts = x if is_plain else [part for _, part in parts_of(x)]
+    moved = [to_device(part, device) for part in parts]
+    return x if all(a is b for a, b in zip(moved, parts, strict=True)) else rebuilt(x, moved)
+
+
+def batch_size(*parts: Any) -> int:
+    """Return the number of samples in a batch, given as its parts: inputs, targets, predictions.
+
+    The first part that tells decides: a list of dicts has a dict for each sample, as in detection;
+    otherwise it is the length of the first tensor with dimensions. Returns 1 if no part tells.
+
+    >>> batch_size(torch.ones(3, 2)), batch_size([{"boxes": torch.ones(5, 4)}] * 2)
+    (3, 2)
+    """
+    for part in parts:
+        if has_samples(part):
+            return len(part)
+        if sizes := [t.shape[0] for t in leaves(part) if t.ndim]:
+            return sizes[0]
+    return 1
+
+
+def has_samples(x: Any) -> bool:
+    """Return whether `x` is a list or tuple of dicts, as detection has one for each image."""
+    return isinstance(x, (list, tuple)) and bool(x) and all(isinstance(i, Mapping) for i in x)
+
+
+def split_batch(batch: Any, n_inp: int | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """A batch as (inputs of the model, targets).
+
+    A tuple or list gives its first `n_inp` items (None: all but the last, if there are two or
+    more) and the rest. A mapping is what the model takes by keyword, and its own targets: it is
+    on both sides. Anything else is one input without targets.
+
+    >>> split_batch((1, 2, 3)), split_batch((1, 2, 3), 1), split_batch((1,))
+    (((1, 2), (3,)), ((1,), (2, 3)), ((1,), ()))
+    """
+    if isinstance(batch, (tuple, list)):
+        n = n_inp if n_inp is not None else max(len(batch) - 1, 1)
+        return tuple(batch[:n]), tuple(batch[n:])
+    return (batch,), (batch,) if isinstance(batch, Mapping) else ()
+
+
+def n_batches(loader: Any) -> int | None:
+    """`len(loader)`, the number of its batches; None if it has none, or one that raises."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def no_batches(what: str) -> str:
+    """The message for a loader that gave no batch."""
+    return (
+        f"{what} gave no batch. A generator can be read only once: give a list or a DataLoader; "
+        f"and drop_last=True drops a dataset smaller than a batch."
+    )
+
+
+def check_loader(role: str, loader: Any) -> None:
+    """Raises unless `loader` gives batches; the loaders of validation again and again."""
+    iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    once = role in ("valid", "further") and isinstance(loader, Iterator)
+    samples = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
+    if iterable and not once and not samples and not isinstance(loader, (Tensor, str, Mapping)):
+        return
+    why = "gives its batches only once" if once else "gives no batches"
+    why = "gives samples" if samples else why
+    raise ArgumentError(
+        f"The {role} loader is {kind_of(loader)}, which {why}. Give a torch DataLoader, a list of "
+        f"batches, or any object that can be iterated over repeatedly."
+    )
+
+
+def first_batch(loader: Any, name: str) -> Any:
+    """The first batch of `loader`; no random numbers move on and no worker is started.
+
+    Raises a ModelRunError, which calls the loader `name`, if there is none.
+    """
+    if type(loader) is DataLoader:  # a class of its own may make batches in its own way
+        loader = copy.copy(loader)
+        loader.num_workers = loader.timeout = 0
+    with generators_kept(loader):
+        for batch in loader:
+            return batch
+    raise ModelRunError(no_batches(name))
+
+
+@contextmanager
+def generators_kept(*loaders: Any) -> Iterator[None]:
+    """Put back, at the end, the random generators that loaders draw from: theirs and torch's."""
+    with ExitStack() as undo:
+        for generator in (g for loader in loaders for g in generators_of(loader)):
+            undo.callback(generator.set_state, generator.get_state())
+        undo.enter_context(torch.random.fork_rng(devices=[]))
+        yield
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The random generators of a loader and of its samplers, each once."""
+    batches = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    generators.append(getattr(loader, "synchronized_generator", None))  # accelerate's
+    return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())

@@ -1,0 +1,205 @@
+"""One check for each kind of argument: module, function, flag, number, choice, path.
+
+Each returns the checked value, or raises before anything has changed. Its message says what was
+given, what was expected, and what to do. Every public function checks its arguments here, so that
+the same mistake gets the same message everywhere. Builds on `errors`.
+
+All take `who`, the function or class called, and the argument's `name` and `value`; `hint` is what
+to do instead, if there is a likely mistake. A value that is no number or no choice raises
+`OptionError`, anything else `ArgumentError`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection
+from inspect import Parameter, signature
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from hookkit._core.messages import nearest
+from hookkit.errors import ArgumentError, OptionError
+
+
+def check_module(who: str, module: Any, hint: str = "") -> nn.Module:
+    """`module`, an nn.Module; raises for anything else, such as the class of one.
+
+    >>> check_module("edit_output", nn.ReLU)
+    Traceback (most recent call last):
+    hookkit.errors.ArgumentError: edit_output: expected an nn.Module, found the class ReLU. \
+Call the class: ReLU(…).
+    """
+    if isinstance(module, nn.Module):
+        return module
+    found, cure = kind_of(module), hint or "Give a module, such as model.layer1."
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        cure = f"Call the class: {module.__name__}(…)."
+    elif isinstance(module, str):
+        found = f'the string "{module:.60}"'
+        cure = hint or "select(model, name) finds modules by name."
+    raise ArgumentError(f"{who}: expected an nn.Module, found {found}. {cure}")
+
+
+def check_flag(who: str, name: str, value: Any, hint: str = "") -> bool:
+    """`value`, True or False (also numpy's, and 0 or 1)."""
+    if isinstance(value, (bool, np.bool_)) or (is_whole(value) and value in (0, 1)):
+        return bool(value)
+    raise ArgumentError(f"{who}({name}={shown(value)}): give True or False.{hint and ' ' + hint}")
+
+
+def check_number(
+    who: str,
+    name: str,
+    value: Any,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    above: float = -math.inf,
+    below: float = math.inf,
+    whole: bool = False,
+    what: str = "",
+) -> Any:
+    """`value`, one number from `low` to `high`, above `above` and below `below`.
+
+    An int if only `whole` numbers will do, else a float. `what` says in the message what the number
+    means: `"batches in one step"`.
+    """
+    fits = is_whole(value) if whole else is_number(value)
+    if fits and low <= value <= high and above < value < below:
+        return int(value) if whole else float(value)
+    limits = {"from": low, "above": above, "to": high, "below": below}
+    words = [f"{word} {limit:.12g}" for word, limit in limits.items() if abs(limit) < math.inf]
+    wanted = " ".join(["a whole number" if whole else "a number", *words])
+    meaning = f"{name} is {what}. " if what else ""
+    raise OptionError(f"{who}({name}={shown(value)}): {meaning}Give {wanted}.")
+
+
+def check_choice(who: str, name: str, value: Any, choices: Collection[str]) -> Any:
+    """`value`, one of the strings `choices`; raises with the nearest of them."""
+    if isinstance(value, str) and value in choices:
+        return value
+    near = nearest(value, choices, n=1) if isinstance(value, str) else []
+    hint = f' Did you mean "{near[0]}"?' if near else ""
+    options = ", ".join(f'"{choice}"' for choice in choices)
+    raise OptionError(f"{who}({name}={shown(value)}): give one of {options}.{hint}")
+
+
+def check_path(who: str, path: Any, name: str = "path") -> Path:
+    """`path`, a string or a path, as a `Path`; raises if it is empty or holds a null character."""
+    if isinstance(path, (str, os.PathLike)):
+        text = os.fspath(path)
+        if isinstance(text, str) and text.strip() and "\0" not in text:
+            return Path(text)
+    raise ArgumentError(f'{who}({name}={shown(path)}): give the path of a file, such as "run.npz".')
+
+
+def check_function(who: str, f: Any, *arguments: str, name: str = "hook_func") -> Any:
+    """A function of `arguments`, such as `("module", "input", "output")`, made from the user's `f`.
+
+    One rule, decided when the function is registered: it gets all `arguments`; or only the last,
+    if it has one required parameter, or if Python cannot read its signature, as with many of
+    torch's own functions (`torch.mean`). One that can take all of them, and whose required
+    parameter is called `module` or `m`, gets all: `f(module, input=None, output=None)`.
+
+    Returns `f`, or `OfLast(f)`, which passes the last argument on. Raises if `f` cannot be called,
+    is a class of modules, or takes other arguments.
+
+    >>> check_function("Hook", len, "module", "input", "output")(nn.ReLU(), (), [1.0, 2.0])
+    2
+    >>> check_function("Hook", lambda a, b: a, "module", "input", "output")
+    Traceback (most recent call last):
+    hookkit.errors.ArgumentError: Hook: hook_func <lambda>(a, b) takes 2 arguments. \
+Give f(module, input, output), or f(output).
+    """
+    forms = f"f({', '.join(arguments)}), or f({arguments[-1]})"
+    if not callable(f) or (isinstance(f, type) and issubclass(f, nn.Module)):
+        raise ArgumentError(f"{who}: {name} must be a function, found {kind_of(f)}. Give {forms}.")
+    try:
+        # a module takes the arguments of its forward
+        params = signature(f.forward if isinstance(f, nn.Module) else f).parameters.values()
+    except (TypeError, ValueError):
+        return OfLast(f)
+    takes = [p for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in takes if p.default is Parameter.empty]
+    more = any(p.kind is p.VAR_POSITIONAL for p in params)
+    keywords = [p for p in params if p.kind is p.KEYWORD_ONLY and p.default is Parameter.empty]
+    whole = len(takes) >= len(arguments) and takes[0].name in (arguments[0], arguments[0][0])
+    if not keywords and not more and not whole and (len(required) == 1 or len(takes) == 1):
+        return OfLast(f)
+    if not keywords and len(required) <= len(arguments) and (more or len(takes) >= len(arguments)):
+        return f
+    given = getattr(f, "__name__", type(f).__name__)
+    needs = f"takes {len(takes)} argument{'s' * (len(takes) != 1)}"
+    if keywords:
+        needs = f"needs {', '.join(p.name + '=' for p in keywords)} by keyword"
+    listed = ", ".join(str(p) for p in params)
+    raise ArgumentError(f"{who}: {name} {given}({listed}) {needs}. Give {forms}.")
+
+
+def check_callable(who: str, name: str, f: Any, cure: str = "a function") -> Any:
+    """`f`, None or something to be called, but no class of modules (`nn.MSELoss`, not called)."""
+    is_module_class = isinstance(f, type) and issubclass(f, nn.Module)
+    if f is None or (callable(f) and not is_module_class):
+        return f
+    fix = f"Call the class: {f.__name__}()." if is_module_class else f"Give {cure}."
+    raise ArgumentError(f"{who}({name}={shown(f)}): expected a function, found {kind_of(f)}. {fix}")
+
+
+class OfLast:
+    """Calls `f` with the last argument alone: the output, of (module, input, output)."""
+
+    __slots__ = ("f",)
+
+    def __init__(self, f: Callable[..., Any]) -> None:
+        self.f = f
+
+    def __call__(self, *arguments: Any) -> Any:
+        """`f` of the last of `arguments`."""
+        return self.f(arguments[-1])
+
+    @property
+    def __name__(self) -> str:
+        """The name of `f`, for messages."""
+        return getattr(self.f, "__name__", type(self.f).__name__)
+
+
+def kind_of(x: Any) -> str:
+    """What `x` is, in words: `a list`, `the class ReLU`, `None`."""
+    if x is None:
+        return "None"
+    if isinstance(x, type):
+        return f"the class {x.__name__}"
+    name = type(x).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def is_number(x: Any) -> bool:
+    """Whether `x` is one real number, of Python or numpy; True and False are not.
+
+    >>> is_number(0.5), is_number(True), is_number("1")
+    (True, False, False)
+    """
+    return isinstance(x, Real) and not isinstance(x, bool)
+
+
+def is_whole(x: Any) -> bool:
+    """Whether `x` is an integer of Python or numpy; True and False are not.
+
+    >>> is_whole(3), is_whole(3.0)
+    (True, False)
+    """
+    return isinstance(x, Integral) and not isinstance(x, bool)
+
+
+def shown(x: Any, most: int = 60) -> str:
+    """`repr(x)` on one line of at most `most` characters."""
+    try:
+        text = x.__name__ if isinstance(x, type) else " ".join(repr(x).split())
+    except Exception:  # a user's object may not print
+        return kind_of(x)
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -1,0 +1,45 @@
+"""Everything that changes what goes through a model, for the time of a `with`.
+
+Outputs, inputs, gradients      edit_output(s), edit_input(s), edit_grad(s)
+What functions return           edit_function; of attention, edit_attention
+… to what                       zero, scale, add, replace, patch_from
+Other modules in its place      swap, Wrapper, Catcher, GramWrapper
+
+api       The functions that edit: hooks that replace what they see.
+edit      What such a hook calls: a user's function, at some calls, or another for each layer.
+changes   Ready-made edits, for all of a value or a part of it.
+swapping  Modules replaced by others.
+"""
+
+from hookkit.edits.api import (
+    edit_attention,
+    edit_function,
+    edit_grad,
+    edit_grads,
+    edit_input,
+    edit_inputs,
+    edit_output,
+    edit_outputs,
+)
+from hookkit.edits.changes import add, patch_from, replace, scale, zero
+from hookkit.edits.swapping import Catcher, GramWrapper, Wrapper, swap
+
+__all__ = [
+    "Catcher",
+    "GramWrapper",
+    "Wrapper",
+    "add",
+    "edit_attention",
+    "edit_function",
+    "edit_grad",
+    "edit_grads",
+    "edit_input",
+    "edit_inputs",
+    "edit_output",
+    "edit_outputs",
+    "patch_from",
+    "replace",
+    "scale",
+    "swap",
+    "zero",
+]

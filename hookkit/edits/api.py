@@ -1,0 +1,303 @@
+"""Change what a layer gives, takes, or gets as gradient, for the time of a `with`.
+
+An edit is a hook that replaces what it sees and stores nothing: `Hooks(edit=True, keep="none")`.
+Hooks run in the order in which they were written: what captures a layer before the edit sees the
+layer's own output, what captures it after the edit sees the edited one.
+
+    with hook_output(layer) as own, edit_output(layer, zero()), hook_output(layer) as edited:
+        model(x)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from hookkit._core.checks import check_flag
+from hookkit._core.messages import no_such
+from hookkit.edits.edit import Calls, Function, edit_options
+from hookkit.errors import OptionError
+from hookkit.hooks import FunctionHooks, Hooks
+from hookkit.hooks.attention import AttentionHooks
+from hookkit.hooks.collection import Modules, Named, hooks_of, named_modules_of, require_modules
+from hookkit.hooks.functions import Within, function_kind
+from hookkit.hooks.selection import select
+
+
+def edit_output(
+    modules: nn.Module | Modules,
+    f: Function | Mapping[str, Function],
+    *,
+    calls: Calls = None,
+) -> Hooks:
+    """Replace what a module returns by what `f(module, input, output)` returns, inside a `with`.
+
+    The edit is on inside its `with` block alone, on all modules or none; the block's end warns of
+    layers that were never reached. In the block compiled models run eagerly. Activation
+    checkpointing runs layers again in the backward pass: run that inside the block too, or its
+    gradients are those of the layers without the edit.
+
+    `Hook(module, f, edit=True)` edits in the same way, from when it is made until `remove()`, and
+    stores the result; with `prepend=True` before the hooks that the module has. `edit_outputs` is
+    another name of this function.
+
+    Args:
+        modules: one module (a Sequential is one, with what it returns itself); or several: an
+            iterable of modules, a ModuleList, or what `select` returns, which brings names and leaf
+            paths: of `"lstm[0]"` only that tensor is given to `f`. One given twice is edited once.
+        f: gets the positional and keyword inputs as an `Inputs` tuple, and the live output; gives
+            the replacement, of the same structure, or None to leave it. A function of one argument
+            gets the output alone. Or a ready-made edit: `zero`, `scale`, `add`, `replace`,
+            `patch_from`. It must not write into the output. Or a dict with another edit for each
+            layer,
+            `{"blocks.3": add(v), "blocks.5": zero()}`: of a selection by its names, of the model
+            itself by whatever `select` takes. Layers that it does not name are left alone.
+        calls: which calls of a module are edited, by their number, from 0 in each `with`: a
+            collection of numbers, one number, or a function `f(number)`; None edits all. In
+            `generate` 0 is the prompt, and each further call a token; give each its own `with`.
+
+    Returns:
+        `Hooks` that store nothing, also for one module. `n_calls` counts the calls that reached
+        each layer (or the gradients), by its name or position; not those that a checkpoint
+        repeats, nor those of a compiled graph.
+
+    Raises:
+        ArgumentError: `modules` holds what is no module; `f` is no function.
+        SelectionError: a key of `f` means no layer.
+        OptionError: no module is given; two keys of `f` mean one layer; `calls` has what is no
+            number of a call.
+        HookError: a module is scripted; later, in the forward: a replacement of another structure,
+            a ready-made edit of an object in which no tensor is found, or `calls` where numbers are
+            not known: in a compiled graph, and in a checkpoint's recomputation of several calls.
+            Where a ready-made edit does not fit, PyTorch's own error has a note with the layer.
+
+    >>> import torch
+    >>> from hookkit.edits import zero
+    >>> from hookkit.hooks.selection import select
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    >>> with edit_output(net[1], lambda module, input, output: output + 1) as edits:
+    ...     _ = net(torch.ones(1, 2))
+    >>> with edit_output(select(net, nn.Linear), zero()) as edits:
+    ...     net(torch.ones(1, 2)).sum().item(), edits.n_calls
+    (0.0, {'0': 1, '2': 1})
+    """
+    return _edits("edit_output", "forward", modules, f, calls)
+
+
+def edit_input(
+    modules: nn.Module | Modules,
+    f: Function | Mapping[str, Function],
+    *,
+    calls: Calls = None,
+) -> Hooks:
+    """Replace what a module is called with by what `f(module, input)` returns.
+
+    `edit_inputs` is another name of it. Everything that is not said here is as in `edit_output`.
+
+    Args:
+        modules, calls: as in `edit_output`; leaf paths are into the inputs.
+        f: gets an `Inputs`: a tuple of the positional inputs, keyword inputs by name
+            (`input["mask"]`, `input.kwargs`). It gives the one positional input, a tuple of as many
+            as there are (keyword inputs stay), an `Inputs` for all, or None. Or a ready-made edit,
+            or a dict of edits.
+
+    Returns:
+        `Hooks` that store nothing, as `edit_output`.
+
+    >>> import torch
+    >>> from hookkit.edits import scale
+    >>> with edit_input(layer := nn.Identity(), scale(2)):
+    ...     layer(torch.ones(2))
+    tensor([2., 2.])
+    """
+    return _edits("edit_input", "pre", modules, f, calls)
+
+
+def edit_grad(modules: nn.Module | Modules, f: Function | Mapping[str, Function]) -> Hooks:
+    """Replace the gradient of each tensor that a module returns by what `f(module, grad)` returns.
+
+    Backward goes on from there with the replacement. Forward and backward have to run inside the
+    block. It sees the gradient after the edits and hooks that were written before it, and after
+    those on a module inside that gives the same tensor. `edit_grads` is another name of it.
+    Everything that is not said here is as in `edit_output`.
+
+    Args:
+        modules: as in `edit_output`.
+        f: is called for each tensor of the output by itself, when its gradient arrives, and gives a
+            tensor of its shape, or None; it must not write into the gradient. Or a ready-made edit,
+            or a dict of edits.
+
+    Returns:
+        `Hooks` that store nothing; `n_calls` counts the gradients that were edited.
+
+    >>> import torch
+    >>> from hookkit.edits import scale
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> with edit_grad(layer := nn.Identity(), scale(5)):
+    ...     layer(x).sum().backward()
+    >>> x.grad
+    tensor([5., 5.])
+    """
+    return _edits("edit_grad", "grad", modules, f)
+
+
+edit_outputs, edit_inputs, edit_grads = edit_output, edit_input, edit_grad
+
+
+def edit_function(
+    f: Callable[..., Any],
+    edit: Function,
+    within: Within = None,
+    *,
+    inputs: bool = False,
+    grad: bool = False,
+    calls: Calls = None,
+) -> FunctionHooks:
+    """Replace what calls of the torch function `f` return, for the time of a `with`.
+
+    A head inside fused attention is ablated so: what `F.scaled_dot_product_attention` returns has
+    the heads as a dimension, (batch, head, position, channel). In `generate` models with grouped
+    queries pack heads, of which a warning tells; there edit the input of the output projection:
+    `edit_input(attn.o_proj, …)`.
+
+    Which calls are seen is described at `hook_function`. To edit a call that works in place or has
+    `out=` is an error.
+
+    Args:
+        f, within: as for `hook_function`.
+        edit: `edit(call, inputs, output)`, or of one argument, the output; gives the replacement,
+            of the same structure, or None to leave it. Or a ready-made edit: `zero`, `scale`,
+            `add`, `replace`, `patch_from` (from what `hook_function` stored, call by call).
+        inputs: edits what the function is called with: `edit(call, inputs)`, see `edit_input`.
+        grad: edits the gradients of what it returns: `edit(call, grad)`, see `edit_grad`.
+        calls: which calls are edited, by the number that `hook_function` would give them in their
+            module: a collection of numbers, one number, or a function `f(number)`; None: all.
+
+    Returns:
+        `FunctionHooks`, to be entered: one hook for each module that calls `f`, by a name such as
+        `blocks.3.attn/softmax`. `n_calls` counts the calls of each.
+
+    Raises:
+        ArgumentError: `f` is no function of torch; `edit` is no function.
+        OptionError: `inputs` and `grad` together; `calls` has what is no number of a call.
+        HookError: later, in the forward: a replacement of another structure; a call in place.
+
+    >>> import torch
+    >>> from hookkit.edits import zero
+    >>> import torch.nn.functional as F
+    >>> q = torch.ones(1, 2, 3, 4)
+    >>> with edit_function(F.scaled_dot_product_attention, zero(at=(slice(None), 1))) as edits:
+    ...     F.scaled_dot_product_attention(q, q, q).sum((0, 2, 3))  # of each head
+    tensor([12.,  0.])
+    >>> edits.n_calls
+    {'scaled_dot_product_attention': 1}
+    """
+    kind = function_kind("edit_function", inputs, grad)
+    if kind == "pre_grad":
+        raise OptionError(
+            "edit_function: inputs=True edits what the function takes, grad=True the gradients of "
+            "what it gives. Give one of the two, and nest two blocks for both."
+        )
+    return FunctionHooks(
+        f, within, edit_options("edit_function", kind, edit, calls), numbered=False
+    )
+
+
+def edit_attention(
+    within: Within,
+    edit: Function,
+    *,
+    scores: bool = False,
+    calls: Calls = None,
+) -> FunctionHooks:
+    """Replaces the attention pattern of each attention in `within`, for the time of a `with`.
+
+    Attention whose pattern is edited is computed from it, `dropout(pattern) @ value`; all other
+    calls stay as they are, fused, and only these are seen by hooks on functions further out. Which
+    attention is seen, and how layers are named: see `hook_attention`. Around `generate`, `at`
+    counts the keys from the first token and the queries from the first of the call.
+
+        edit_attention(model, zero(at=(..., 7, 2)))             # the edge from query 7 to key 2
+        edit_attention(model, replace(-math.inf, at=(..., 7, 2)), scores=True)  # the rest sums to 1
+        edit_attention(select(model, "h.5.attn"), zero(at=(slice(None), 3)))    # head 3 of a layer
+        edit_attention(model, patch_from(clean))                # from `hook_attention(model)`
+
+    Args:
+        within: as for `hook_attention`.
+        edit: `edit(call, inputs, output)`, or of one argument, the pattern: (batch, heads, queries,
+            keys); gives the replacement, or None to leave it. Or a ready-made edit.
+        scores: edits what the softmax is given instead: `edit(call, scores)`.
+        calls: which calls of each module are edited, as for `edit_output`: in `generate` 0 is the
+            prompt.
+
+    Returns:
+        `FunctionHooks` that store nothing; `n_calls` counts the calls of each module.
+
+    Raises:
+        ArgumentError: `within` holds no modules, or `edit` is no function.
+        OptionError: `calls` has what is no number of a call.
+        HookError: later, before the pattern is used: it gave another shape, or the attention has
+            not four dimensions. Where `at` is outside, PyTorch's own error, with a note.
+
+    >>> import torch
+    >>> from hookkit.edits import zero
+    >>> layer = nn.MultiheadAttention(8, 2, batch_first=True)
+    >>> with edit_attention(layer, zero(at=(..., 0))):  # nobody attends to the first position
+    ...     _, pattern = layer(*[torch.randn(1, 5, 8)] * 3)
+    >>> pattern[..., 0]
+    tensor([[0., 0., 0., 0., 0.]], grad_fn=<SelectBackward0>)
+    """
+    who = "edit_attention"
+    kind = "pre" if check_flag(who, "scores", scores) else "forward"
+    return AttentionHooks(within, edit_options(who, kind, edit, calls), numbered=False)
+
+
+def _edits(who: str, kind: str, modules: Any, f: Any, calls: Calls = None) -> Hooks:
+    """Return hooks that edit and store nothing, one for each module (or part of its output)."""
+    if isinstance(f, Mapping):
+        named, f = _by_layer(who, modules, f)
+    elif isinstance(modules, nn.Module) and not _only_holds(modules):
+        named = [(None, modules, "")]
+    else:
+        named = require_modules(named_modules_of(modules, who), who)
+    once = {(id(m), leaf): (name, m, leaf) for name, m, leaf in named}
+    options = edit_options(who, kind, f, calls)
+    return hooks_of(list(once.values()), options, modules, only_in_with=True)
+
+
+def _only_holds(module: nn.Module) -> bool:
+    """Whether it is a list or dict of modules, without a forward of its own."""
+    is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return is_container and type(module).forward is nn.Module.forward
+
+
+def _by_layer(
+    who: str, modules: Any, edits: Mapping[str, Function]
+) -> tuple[list[Named], dict[str, Function]]:
+    """The layers that the keys of `edits` mean, and the edit of each by its name.
+
+    Of a model a key selects as in `select`; of a selection it is one of its names.
+    """
+    layers, by_name, keys = list[Named](), dict[str, Function](), dict[tuple[int, str], str]()
+    is_model = isinstance(modules, nn.Module)
+    given = {} if is_model else {str(named[0]): named for named in named_modules_of(modules, who)}
+    for key, edit in edits.items():
+        if not is_model and key not in given:
+            raise no_such(
+                f"{who}: there is an edit for {key!r}, and no layer of that name among the "
+                f"{len(given)} given, by select(model, …)",
+                key,
+                given,
+            )
+        for named in named_modules_of(select(modules, key), who) if is_model else [given[key]]:
+            name, module, leaf = str(named[0]), named[1], named[2]
+            if (other := keys.setdefault((id(module), leaf), key)) != key:
+                raise OptionError(
+                    f'{who}: two keys mean the layer "{name}", {other!r} and {key!r}. Give it one '
+                    "edit."
+                )
+            by_name[name] = edit
+            layers.append(named)
+    return require_modules(layers, who), by_name

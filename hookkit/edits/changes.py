@@ -1,0 +1,311 @@
+"""Ready-made edits: `zero`, `scale`, `add`, `replace`, `patch_from`, for all of a value or a part.
+
+Each makes a `Change`: what to do with one tensor, done to every tensor of what a layer gives (or
+takes, or gets as gradient), with the containers' types kept. The tensors of the run are read only:
+a changed tensor is a new one, through which gradients flow.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from hookkit._core.pytree import describe, leaves, named_leaves, pick, tmap
+from hookkit.errors import ArgumentError, HookError
+from hookkit.hooks import Hook, Hooks, recomputing
+from hookkit.hooks.attach import short_repr
+from hookkit.hooks.functions import FunctionCall
+
+New = Callable[[Tensor, Any], Any]
+Given = Callable[[Any, nn.Module, Any], list[Any]]
+
+
+class Change:
+    """A ready-made edit: a function for `edit_output`, `Hook(…, edit=True)` and their like.
+
+    Args:
+        text: how it was made, for messages: `scale(2)`.
+        new: gives what takes the place of a tensor's part `at`, from that and what was given.
+        at: the part of each tensor, as in `tensor[at]`; None is all of it.
+        given: what each tensor of a value is combined with, from `(value, module, hook)`.
+    """
+
+    wants_hook = True
+
+    def __init__(self, text: str, new: New, at: Any, given: Given) -> None:
+        self.text, self.new, self.given = text, new, given
+        self.at = ... if at is None else at
+
+    def __call__(self, module: nn.Module, *seen: Any, hook: Any = None) -> Any:
+        """The last argument, changed: the output, the inputs, or a gradient.
+
+        An error of PyTorch gains a note that names the layer.
+
+        Raises:
+            HookError: the change does not fit the value, or finds no tensor in it.
+        """
+        value = seen[-1]
+        try:
+            if not leaves(value):
+                raise HookError(
+                    "hookkit finds no tensor in it. Give a function of the value that returns the "
+                    "changed one (lambda value: …), or edit a layer before it."
+                )
+            others = iter(self.given(value, module, hook))
+            return tmap(lambda x: self._one(x, next(others)), value)
+        except Exception as e:
+            label = short_repr(module) if hook is None else hook.label
+            e.add_note(f"hookkit: raised by {self.text} on {label}. There is {describe(value)}.")
+            raise
+
+    def _one(self, x: Tensor, other: Any) -> Tensor:
+        """One tensor, changed."""
+        if isinstance(other, Tensor):
+            other = other.to(x.device)
+        new = self.new(x if self.at is ... else x[self.at], other)
+        is_tensor = isinstance(new, Tensor)
+        is_complex = new.is_complex() if is_tensor else isinstance(new, complex)
+        fraction = new.is_floating_point() if is_tensor else isinstance(new, float)
+        if not x.is_complex() and (is_complex or (fraction and not x.is_floating_point())):
+            what = "fractions" if fraction else "complex numbers"
+            raise HookError(f"{describe(new)} of {what} does not go into a tensor of {x.dtype}")
+        if is_tensor:
+            new = new.to(x.dtype)  # to write at a list or a mask of positions casts nothing
+        whole = self.at is ...
+        if whole and isinstance(new, Tensor) and (x.is_nested or new.shape == x.shape):
+            return new  # nothing to copy
+        made = x.clone()
+        if whole and not isinstance(new, Tensor):
+            return made.fill_(new)  # a nested tensor has no parts
+        made[self.at] = new
+        return made
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def zero(*, at: Any = None) -> Change:
+    """Sets to zero: the ablation of a layer, a channel (`at=(slice(None), 3)`), a position.
+
+    Args:
+        at: what to act on, as in `tensor[at]`: an int, slice, tuple, mask, index tensor; default
+            all. Of a structured output every tensor, unless a leaf was selected (`"lstm[0]"`).
+
+    Returns:
+        The edit, for `edit_output` and the like.
+
+    >>> import torch
+    >>> zero(at=(..., 0))(nn.Identity(), torch.ones(2, 2))
+    tensor([[0., 1.],
+            [0., 1.]])
+    """
+    return Change("zero()", lambda x, _: 0, at, _same(None))
+
+
+def scale(k: float | Tensor, *, at: Any = None) -> Change:
+    """Multiplies what a layer returns by a number or a tensor.
+
+    Args:
+        k: the factor; a tensor has to broadcast.
+        at: what to act on, as in `tensor[at]`; all by default. See `zero`.
+
+    Returns:
+        The edit, for `edit_output` and the like.
+
+    >>> import torch
+    >>> scale(3)(nn.Identity(), torch.ones(2))
+    tensor([3., 3.])
+    """
+    return Change(f"scale({describe(k)})", operator.mul, at, _same(k))
+
+
+def add(v: float | Tensor, *, at: Any = None) -> Change:
+    """Adds a number or a tensor, such as a steering vector, to what a layer returns.
+
+    Args:
+        v: what is added; a tensor has to broadcast. It is cast to the dtype and device of what it
+            is added to, and can be trained.
+        at: what to act on, as in `tensor[at]`; all by default. See `zero`.
+
+    Returns:
+        The edit, for `edit_output` and the like.
+
+    >>> import torch
+    >>> add(torch.tensor([1.0, 2.0]), at=0)(nn.Identity(), torch.zeros(2, 2))
+    tensor([[1., 2.],
+            [0., 0.]])
+    """
+    return Change(f"add({describe(v)})", operator.add, at, _same(v))
+
+
+def replace(t: Any, *, at: Any = None) -> Change:
+    """Puts `t` in the place of the value, or of the part `at`.
+
+    Args:
+        t: a number or tensor for a tensor (it may broadcast); for a structured value, a structure
+            of the same containers, whose tensors take the places of its tensors.
+        at: what to act on, as in `tensor[at]`; all by default. From a `t` of as many dimensions as
+            the value the same part is taken.
+
+    Returns:
+        The edit, for `edit_output` and the like.
+
+    >>> import torch
+    >>> replace(7.0, at=slice(1, None))(nn.Identity(), torch.zeros(3))
+    tensor([0., 7., 7.])
+    """
+
+    def given(value: Any, module: nn.Module, hook: Any) -> list[Any]:
+        return [_part(x, v, at) for x, v in _pairs(value, t)]
+
+    return Change(f"replace({describe(t)})", _put, at, given)
+
+
+def patch_from(
+    run: Hook | Hooks | Mapping[str, Any], *, at: Any = None, from_at: Any = None
+) -> Change:
+    """Puts in what another run had at the same layer: activation patching.
+
+    A layer is found as the same module; of another model by its name there, as `select` gives it,
+    and never by its position in a list. What the other run had is of the same shape, or of one
+    sample, which patches every sample of a batch.
+
+    Args:
+        run: the hooks of that run (they have to live, not to be registered), or a dict of its
+            values by layer name. With `keep="all"`, and of functions, call by call; else each call
+            gets the last call's value.
+        at: as in `zero`, to patch a position or a head only.
+        from_at: the part of the other run's tensor that is put there; default: the same part. Into
+            position 7 from position 4 of another prompt: `at=(slice(None), 7)`,
+            `from_at=(slice(None), 4)`.
+
+    Returns:
+        The edit, for `edit_output` and the like.
+
+    >>> import torch
+    >>> from hookkit.hooks import hook_outputs
+    >>> from hookkit.edits import edit_outputs
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+    >>> with hook_outputs(net) as clean: y = net(torch.ones(1, 2))
+    >>> with edit_outputs([net[0]], patch_from(clean)): patched = net(torch.zeros(1, 2))
+    >>> torch.equal(y, patched)
+    True
+    """
+    if not isinstance(run, Hook | Hooks | Mapping):
+        raise ArgumentError(
+            f"patch_from needs the hooks of another run, found {type(run).__name__}. Give what "
+            "hook_outputs(…) returned, or a dict of values by layer name; replace(…) puts in one "
+            "tensor."
+        )
+
+    place = ... if at is None else at
+
+    def one(x: Tensor, v: Tensor) -> Tensor:
+        part = x[place]
+        if from_at is not None:
+            return _for_each_sample(v[from_at], part)
+        if v.shape == part.shape != x.shape and isinstance(run, Mapping):
+            return v  # the part itself; what hooks have is all of it
+        return _for_each_sample(v, x)[place]
+
+    def given(value: Any, module: nn.Module, hook: Any) -> list[Any]:
+        return [one(x, v) for x, v in _pairs(value, _stored(run, module, hook))]
+
+    return Change("patch_from(…)", _put, at, given)
+
+
+def _put(part: Tensor, new: Any) -> Any:
+    """A copy of `new`, since what follows may write into it."""
+    return new.clone() if isinstance(new, Tensor) else new
+
+
+def _same(v: Any) -> Given:
+    """The same for every tensor."""
+    return lambda value, module, hook: [v] * len(leaves(value))
+
+
+def _pairs(value: Any, t: Any) -> list[tuple[Tensor, Any]]:
+    """Each tensor of `value` with the one of `t`, or the number `t`, that takes its place."""
+    old, new = named_leaves(value), named_leaves(t)
+    if isinstance(t, int | float | complex):
+        return [(x, t) for _, x in old]
+    if [path for path, _ in old] != [path for path, _ in new]:
+        raise HookError(f"{describe(t)} is of another structure. Give the same containers.")
+    return [(x, v) for (_, x), (_, v) in zip(old, new, strict=True)]
+
+
+def _part(x: Tensor, v: Any, at: Any) -> Any:
+    """Of a `v` that stands for all of `x`, what is at `at`."""
+    if at is None or not isinstance(v, Tensor) or v.dim() != x.dim() or v.shape == x[at].shape:
+        return v
+    return v.expand(x.shape)[at]
+
+
+def _for_each_sample(v: Tensor, x: Tensor) -> Tensor:
+    """`v` in the shape of `x`: the same, or one sample of it for all samples."""
+    if v.shape != x.shape and (v.shape[:1] != (1,) or v.shape[1:] != x.shape[1:]):
+        raise HookError(
+            f"the other run had {describe(v)}, and {describe(x)} is there: one sample is patched "
+            "into several, one position is not. Capture the same positions, in generate with "
+            'keep="all", or use replace(…).'
+        )
+    return v.expand(x.shape)
+
+
+def _stored(run: Hook | Hooks | Mapping[str, Any], module: nn.Module, hook: Any) -> Any:
+    """What the other run had at this layer: the same module, else the same name in the model."""
+    n = 0 if hook is None or (recomputing() and hook.n_calls == 1) else hook.n_calls
+    has_name = hook is not None and hook.name is not None and not hook.scope.names_are_positions
+    names = (hook.name, f"{hook.name}:{n}") if has_name else ()  # `:n` of a function's call
+    if isinstance(run, Mapping):
+        labels = list(run)
+        values = [run[name] for name in names if name in run]
+    else:
+        hooks, leaf = [run] if isinstance(run, Hook) else list(run), getattr(hook, "leaf", "")
+        labels = [h.label for h in hooks]
+        same = [h for h in hooks if h.module is module or _is_same_call(h, module, n)]
+        same = same or [h for h in hooks if h.name in names and not h.scope.names_are_positions]
+        values = [_value(h, n) for h in same if h.leaf == leaf]
+        values = values or [pick(_value(h, n), leaf) for h in same if not h.leaf]
+    if not values:
+        shown = ", ".join(labels[:4]) + (" …" if len(labels) > 4 else "")
+        why = "" if has_name else " A position in a list is no name."
+        raise HookError(
+            f"the other run has no value of this layer, only of {shown or 'none'}.{why} Capture it "
+            "there, with the same select(model, …)."
+        )
+    return values[0]
+
+
+def _is_same_call(h: Hook, module: nn.Module, n: int) -> bool:
+    """Whether `h` stored the `n`-th call of the function of `module`, in the same module."""
+    other = h.module
+    if not isinstance(other, FunctionCall) or not isinstance(module, FunctionCall):
+        return False
+    ends = f"{module.name.rpartition('/')[2]}:{n}"
+    return other.owner is module.owner and other.name.rpartition("/")[2] == ends
+
+
+def _value(h: Hook, n: int) -> Any:
+    """What `h` stored: of each call, the `n`-th; else the last."""
+    value = h.stored
+    if h.options.keep == "all":
+        if n and recomputing():
+            raise HookError(
+                "a checkpoint that runs a layer several times does not say which call this is, so "
+                'the other run cannot be followed call by call. Capture with keep="last".'
+            )
+        if n >= len(h.calls):
+            raise HookError(
+                f"call {n + 1} has no counterpart among the {len(h.calls)} calls of the other run. "
+                'Capture with keep="last" to patch each call alike.'
+            )
+        value = h.calls[n]
+    if value is None:
+        raise HookError(
+            "the other run stored nothing there. Run the model inside its `with` block first."
+        )
+    return value

@@ -1,0 +1,55 @@
+"""Know a model without training it: summaries, comparisons, inner outputs, activation data sets.
+
+One run
+    preserve         A block in which a model runs, and which puts it back.
+    tree             `Tree`: a model read once: its places, modules, parameters and buffers.
+    macs             Multiply-accumulates of the operations that PyTorch runs.
+    tracer, tracing  What is seen of a run: calls, shapes, multiply-accumulates, saved tensors.
+    fake_run         A run on fake tensors, of which none stays behind.
+A model at a glance
+    summary_rows     `Row`: what each module owns, in the order of execution, counted once.
+    summary_drawing  Rows as text that fits the terminal, and as HTML that folds.
+    summary_result   `Summary`: the value, which draws itself by these two.
+    summarizing      `summary`: checks, the run, and the `Summary` that is built from it.
+    fastai_layout    fastai's layout of a summary, and a Learner's own.
+Two models side by side
+    comparing        `compare_models`: runs two models, or reads what was saved of one.
+    comparison       `Comparison` and its rows: text and a frame.
+    pairing, sides   Which layers are compared; one of the two models.
+    isolating        A module of the second model called alone, on what the first one's received.
+    differences      The tensors in a result, and how far two are apart.
+Inner outputs
+    features         `feature_extractor`: inner outputs as an ordinary module.
+    collecting       `collect`: what layers give for every sample of a loader.
+    activations, accumulators, layer_rows    On disk; as sums; the rows of a batch.
+"""
+
+from hookkit.inspection.accumulators import Covariance, Mean, TopK
+from hookkit.inspection.activations import Activations
+from hookkit.inspection.collecting import activation_stream, collect
+from hookkit.inspection.comparing import compare_models
+from hookkit.inspection.comparison import Comparison
+from hookkit.inspection.fastai_layout import layer_info, learner_summary, module_summary
+from hookkit.inspection.features import FeatureExtractor, feature_extractor
+from hookkit.inspection.summarizing import summary
+from hookkit.inspection.summary_result import Summary
+from hookkit.inspection.summary_rows import Row
+
+__all__ = [
+    "Activations",
+    "Comparison",
+    "Covariance",
+    "FeatureExtractor",
+    "Mean",
+    "Row",
+    "Summary",
+    "TopK",
+    "activation_stream",
+    "collect",
+    "compare_models",
+    "feature_extractor",
+    "layer_info",
+    "learner_summary",
+    "module_summary",
+    "summary",
+]

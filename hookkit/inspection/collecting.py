@@ -1,0 +1,189 @@
+"""`collect` and `activation_stream`: what layers of a model give for a loader, row by row."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookkit._core import distributed as ranks
+from hookkit._core.checks import check_flag, check_number
+from hookkit._core.pytree import tmap
+from hookkit.errors import ArgumentError, OptionError
+from hookkit.inspection.activations import Activations, RowFiles
+from hookkit.inspection.layer_rows import Field, LayerRows
+from hookkit.inspection.preserve import process_state, untouched
+
+
+def collect(
+    model: nn.Module,
+    loader: Any,
+    layers: Any,
+    out_dir: str | Path | None = None,
+    *,
+    rows: str = "sample",
+    mask: Field = None,
+    hook: Callable[..., Any] | None = None,
+    ids: Field = None,
+    accumulate: Any = None,
+    stop: bool = False,
+    max_rows: int | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    overwrite: bool = False,
+) -> Any:
+    """Writes what layers give for all batches of a loader to a folder, a row for each sample.
+
+    The model runs once over the loader, in the modes in which it is, without gradients; buffers,
+    modes and random states are restored. A compiled model runs eagerly.
+
+    Args:
+        model: any model.
+        loader: gives batches, which are moved to the model's device. A mapping goes to the model by
+            keyword, a tuple or list without its last item (the target) if it has several; anything
+            else as it is.
+        layers: selectors, as for `select`, of layers that run once for each batch.
+        out_dir: an empty folder, or one that is to be made. Left out with `accumulate` only.
+        rows: `"sample"`: dimension 0 of what a layer gives are samples. `"token"`: dimensions 0
+            and 1 are samples and tokens, and each token is a row.
+        mask: which rows count: zeros and ones in the shape of samples (and tokens). The key or the
+            position of an item of the batch, or a function of the batch.
+        hook: `f(module, input, output)`, or `f(output)`; what it returns is stored instead.
+        ids: the samples' ids, whole numbers: an item as for `mask`, which the model does not get.
+            By default their positions in the order of the loader.
+        accumulate: `Mean()`, `Covariance()`, `TopK(k)`, or an object with `update(rows, ids)` and
+            `merge(other)`: each layer's rows go to a copy of it.
+        stop: ends each forward when all of `layers` have run; their first call counts.
+        max_rows: stops after so many rows (of each process).
+        forward: `f(model, batch)`, which calls the model on a batch.
+        overwrite: first deletes what an earlier call wrote to `out_dir`.
+
+    Returns:
+        `Activations`; with `accumulate` the accumulators by layer, of all processes, on the CPU.
+
+    Raises:
+        SelectionError: no such layer.
+        ArgumentError, OptionError: an argument cannot work, or `out_dir` is not empty.
+        HookError: a layer was not called once for a batch, or gave no row for each sample.
+        ModelRunError: there is no batch.
+
+    >>> import tempfile
+    >>> net, batches = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), [*torch.randn(10, 2, 4)]
+    >>> collect(net, batches, nn.ReLU, tempfile.mkdtemp(), max_rows=15)["1"].shape
+    (15, 3)
+    >>> from hookkit.inspection import Mean
+    >>> collect(net, batches, "1", accumulate=Mean())["1"].mean.shape
+    torch.Size([3])
+    """
+    check_flag("collect", "overwrite", overwrite)
+    if (out_dir is None) == (accumulate is None):
+        raise OptionError("collect: give a folder for the rows, out_dir=, or else accumulate=.")
+    if out_dir is None and (isinstance(accumulate, type) or not hasattr(accumulate, "merge")):
+        raise ArgumentError(
+            f"collect(accumulate={accumulate!r}): give an accumulator, such as Mean() or TopK(10), "
+            "or an object with update(rows, ids) and merge(other)."
+        )
+    if ranks.is_distributed() and ids is None:
+        raise OptionError("collect: over several processes give ids=, the samples' numbers.")
+    options = (rows, mask, hook, forward, stop, ids, max_rows, out_dir is not None)
+    source = LayerRows("collect", model, loader, layers, *options)
+    files = None if out_dir is None else RowFiles(out_dir, overwrite, [*source.layers])
+    each = {name: copy.deepcopy(accumulate) for name in source.layers}
+    with untouched(model, observers=True):
+        for name, found, row_ids in source.run(loader):
+            if files is None:
+                each[name].update(found, row_ids)
+            else:
+                files.add(name, found, row_ids)
+    if files is None:
+        return _merged(each)
+    files.finish(source.kinds)
+    with ranks.together("call collect"):
+        ranks.gather_object(None)  # all parts are whole from here on
+    return Activations(files.folder)
+
+
+def _merged(each: dict[str, Any]) -> Any:
+    """Returns the accumulators of all processes as one for each layer, on the CPU."""
+    for one in each.values():
+        for key, value in getattr(one, "__dict__", {}).items():
+            setattr(one, key, tmap(Tensor.cpu, value))
+    with ranks.together("call collect"):
+        merged, *others = ranks.gather_object(each)
+    for name, one in merged.items():
+        for other in others:
+            one.merge(other[name])
+    return merged
+
+
+def activation_stream(
+    model: nn.Module,
+    loader: Any,
+    layer: Any,
+    *,
+    batch_size: int = 4096,
+    buffer: int | None = None,
+    rows: str = "sample",
+    mask: Field = None,
+    hook: Callable[..., Any] | None = None,
+    stop: bool = False,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    seed: int = 0,
+) -> Iterator[Tensor]:
+    """Gives what a layer gives in shuffled batches, as the model runs: for a probe, or an SAE.
+
+    A buffer is filled and shuffled; half of it is given in batches, and it is filled up again. Each
+    row is given once. The model runs as in `collect`, and is restored whenever the buffer is full;
+    the random state goes on, as in a loop over the loader.
+
+    Args:
+        model, loader, rows, mask, hook, stop, forward: as for `collect`; the loader may be endless.
+        layer: a selector, as for `select`, of one layer.
+        batch_size: rows of a batch; only the last can have fewer.
+        buffer: rows of the buffer, by default 16 batches. They stay on the layer's device.
+        seed: of the order.
+
+    Returns:
+        An iterator of tensors (batch_size, …), detached.
+
+    Raises: as `collect`.
+
+    >>> net, batches = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), [*torch.randn(10, 2, 4)]
+    >>> [len(rows) for rows in activation_stream(net, batches, "1", batch_size=8)]
+    [8, 8, 4]
+    """
+    who = "activation_stream"
+    size = check_number(who, "batch_size", batch_size, 1, whole=True, what="rows of a batch")
+    buffer = 16 * size if buffer is None else buffer
+    room = check_number(who, "buffer", buffer, size, whole=True, what="rows, at least a batch")
+    source = LayerRows(who, model, loader, layer, rows, mask, hook, forward, stop)
+    if len(source.layers) != 1:
+        raise OptionError(f"{who}: one layer gives one stream; select one of {[*source.layers]}.")
+    return _batches(source, size, room, torch.Generator().manual_seed(seed))
+
+
+def _batches(source: LayerRows, size: int, room: int, random: torch.Generator) -> Iterator[Tensor]:
+    loader, parts, n, ended = iter(source.loader), list[Tensor](), 0, False
+
+    def until_full() -> Iterator[Any]:
+        while n < room and (batch := next(loader, loader)) is not loader:
+            yield batch
+
+    while not ended:
+        with ExitStack() as later, untouched(source.model, observers=True):
+            for _, found, _ in source.run(until_full()):
+                parts.append(found)
+                n += len(found)
+            for put_back in process_state():  # `untouched` rewinds the random state
+                later.callback(put_back)
+        ended = n < room
+        order = torch.randperm(n, generator=random, device="cpu")
+        shuffled = torch.cat(parts)[order.to(parts[0].device)]
+        n_given = n if ended else max(size, room // 2 // size * size)
+        yield from torch.split(shuffled[:n_given], size) if n else ()
+        parts = [shuffled[n_given:].clone()]  # without the memory of what was given
+        n -= n_given

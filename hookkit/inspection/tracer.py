@@ -1,0 +1,223 @@
+"""What is seen of a run: hooks around each call, a mode around each operation, saved tensors.
+
+Builds on `tree` for names and on `macs` for formulas. Every operation counts for the module whose
+forward is running. For that each module gets a hook before and after its call, the latter also on
+errors, so that the counts stay right when the model catches an exception of one of its modules.
+What is recorded are names, numbers and text: no tensor outlives the run.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookkit._core.graph import graph_nodes
+from hookkit._core.modules import can_run
+from hookkit._core.pytree import Inputs, describe, leaves
+from hookkit.inspection.macs import formula_of, name_of
+from hookkit.inspection.preserve import Operations, written_by
+from hookkit.inspection.tree import Tree, dtype_name, storage_of
+
+
+class Stopped(BaseException):
+    """A real run went too far. No `Exception`, which a model could catch."""
+
+
+@dataclass
+class Call:
+    """What one module did: how often, what it took and gave, as text."""
+
+    first: int
+    n: int = 0
+    inputs: str = ""
+    outputs: list[str] = field(default_factory=list)
+    shapes: list[Any] = field(default_factory=list)
+    in_shape: Any = None
+    dtypes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Trace:
+    """A run by module name.
+
+    Attributes:
+        run: "real", or without values: "fake" on fake tensors, "meta" for a model on meta.
+        saves: `saved` is known.
+        macs, saved: multiply-accumulates and bytes saved for backward, by module.
+        uncounted: operations without a formula, with how often each ran.
+        unused: trainable parameters that the output does not depend on.
+        error: what the model raised; `failed` names the modules that were running, outermost first.
+    """
+
+    run: str
+    saves: bool = True
+    calls: dict[str, Call] = field(default_factory=dict)
+    macs: Counter[str] = field(default_factory=Counter)
+    saved: Counter[str] = field(default_factory=Counter)
+    uncounted: Counter[str] = field(default_factory=Counter)
+    unused: tuple[str, ...] = ()
+    error: Exception | None = None
+    failed: tuple[str, ...] = ()
+
+
+class Saved:
+    """A tensor that autograd saves for the backward pass; alive as long as autograd keeps it."""
+
+    __slots__ = ("__weakref__", "name", "tensor")
+
+    def __init__(self, tensor: Tensor, name: str) -> None:
+        self.tensor, self.name = tensor, name
+
+
+class Tracer(Operations):  # type: ignore[no-untyped-call]
+    """What is seen while a model runs: as a mode each operation, by `attach` each module's calls.
+
+    `write` is called with each tensor before it is written; `run` is for the trace. `bound` are the
+    multiply-accumulates and the saved bytes beyond which `Stopped` is raised; `stopped` stays true
+    if the model swallows it.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        write: Callable[[Tensor], None],
+        run: str,
+        bound: tuple[float, float] = (inf, inf),
+    ) -> None:
+        super().__init__()
+        self.tree, self.write, self.bound = tree, write, bound
+        self.trace = Trace(run)
+        self.names = {
+            place.module: place.name
+            for place in tree.firsts
+            if can_run(place.module) and not isinstance(place.module, torch.jit.ScriptModule)
+        }
+        # Names of the modules that run, with the exception that was being handled at each call: a
+        # model may call modules in an `except` block.
+        self.stack: list[tuple[str, BaseException | None]] = []
+        self.saved: list[weakref.ref[Saved]] = []
+        self.storages = {storage_of(t)[0] for t in tree.tensors}
+        self.n_calls = self.n_macs = self.n_saved_bytes = 0
+        self.stopped = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
+            with self:  # in inference mode composite operations arrive undivided
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        if self.n_macs > self.bound[0] or self.n_saved_bytes > self.bound[1]:
+            self.stopped = True
+            raise Stopped
+        for t in written_by(func, args, kwargs):
+            self.write(t)
+        out, formula = func(*args, **kwargs), formula_of(func)
+        if formula is None:
+            return out
+        macs = formula(*args, **{**kwargs, "out": out})
+        if macs is None:
+            self.trace.uncounted[name_of(func)] += 1
+        elif macs:
+            self.trace.macs[self.here()] += macs
+            self.n_macs += macs
+        return out
+
+    def here(self) -> str:
+        """Name of the module that is running; the root's outside of every call."""
+        return self.stack[-1][0] if self.stack else ""
+
+    def attach(self, stack: ExitStack) -> None:
+        """Hooks every module that can run, until `stack` closes."""
+        for m in self.names:
+            before = m.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+            stack.callback(before.remove)
+            after = m.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+            stack.callback(after.remove)
+
+    def _before(self, m: nn.Module, args: Any, kwargs: Any) -> None:
+        name = self.names[m]
+        self.stack.append((name, sys.exception()))
+        call = self.trace.calls.get(name)
+        if call is None:
+            call = self.trace.calls[name] = Call(self.n_calls)
+            call.inputs = describe(Inputs(args, kwargs))
+            call.in_shape = shape_of(args[0] if len(args) == 1 else args)
+        self.n_calls += 1
+        call.n += 1
+
+    def _after(self, m: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        name, error = self.names[m], sys.exception()
+        running = tuple(at for at, _ in self.stack)
+        before: BaseException | None = error
+        while self.stack:  # also calls that ended by an exception the model caught
+            at, before = self.stack.pop()
+            if at == name:
+                break
+        if error is None or error is before:
+            self._returned(self.trace.calls[name], out)
+        elif isinstance(error, Exception) and error is not self.trace.error:
+            self.trace.error, self.trace.failed = error, running
+
+    def _returned(self, call: Call, out: Any) -> None:
+        call.shapes.append(shape_of(out))
+        text = describe(out)
+        if text not in call.outputs:
+            call.outputs.append(text)
+            names = map(dtype_name, leaves(out))
+            call.dtypes = [*dict.fromkeys([*call.dtypes, *names])]
+
+    def pack(self, t: Tensor) -> Saved:
+        """Called by autograd with each tensor that it saves for the backward pass.
+
+        A node that saves its own output would make a reference cycle through it, which nothing
+        frees; so what a node has made is detached.
+        """
+        saved = Saved(t.detach() if t.grad_fn is not None else t, self.here())
+        self.saved.append(weakref.ref(saved))
+        key, size = storage_of(t)
+        if key not in self.storages:
+            self.storages.add(key)
+            self.n_saved_bytes += size
+        return saved
+
+    def ended(self, out: Any, own: list[Tensor]) -> None:
+        """Records what can be seen only while `out` holds the graph; no error is left uncaught.
+
+        `own` are the model's tensors, which are not saved for backward: they are there anyway.
+        """
+        self.trace.error, self.trace.failed = None, ()
+        storages = {storage_of(t)[0] for t in own}
+        for saved in (s for ref in self.saved if (s := ref()) is not None):
+            key, size = storage_of(saved.tensor)
+            if key not in storages:
+                storages.add(key)
+                self.trace.saved[saved.name] += size
+        nodes = [node for node, _ in graph_nodes(out)]
+        # what a checkpoint recomputes is not in the graph yet
+        if nodes and not any("Checkpoint" in node.name() for node in nodes):
+            reached = {id(node.variable) for node in nodes if hasattr(node, "variable")}
+            reached |= set(map(id, leaves(out)))
+            self.trace.unused = tuple(
+                name for name, p in self.tree.params if p.requires_grad and id(p) not in reached
+            )
+
+
+def shape_of(x: Any) -> Any:
+    """The shapes in `x` as lists of int in the tuples, lists and dicts they came in, else None."""
+    if isinstance(x, Tensor):
+        return None if x.is_nested else [int(n) for n in x.shape]
+    if isinstance(x, dict):
+        return {str(k): shape_of(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [shape_of(v) for v in x] if isinstance(x, list) else tuple(shape_of(v) for v in x)
+    return None

@@ -1,0 +1,140 @@
+"""A model read once: its places in order, its modules, and the tensors that each holds.
+
+Builds on `modules`. A trace, the rows of a summary and its warnings all need names, modules and
+parameters; they share one `Tree`, so that a model is walked once and a module has the same name
+everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookkit._core.modules import calls_children, is_parametrization, join, submodules, wrappers
+
+
+@dataclass(eq=False)
+class Place:
+    """One place of a module in a model; a shared module has several.
+
+    Attributes:
+        name: qualified, without wrappers; "" for the model itself.
+        first: name of the module's first place, in the order of definition.
+        depth: 0 for the model.
+        opened: False below modules that use their children without calling them (attention).
+        params: its own parameters by name, with those of its parametrizations.
+        buffers: its own buffers, with those of its parametrizations.
+        parametrized: names of the parameters that its parametrizations compute.
+        inside: the places of its children; none below a further place of a shared module.
+    """
+
+    name: str
+    module: nn.Module
+    depth: int = 0
+    opened: bool = True
+    first: str = ""
+    params: dict[str, Tensor] = field(default_factory=dict)
+    buffers: list[Tensor] = field(default_factory=list)
+    parametrized: tuple[str, ...] = ()
+    inside: list[Place] = field(default_factory=list)
+
+    @property
+    def is_first(self) -> bool:
+        """True unless this is a further place of a shared module."""
+        return self.name == self.first
+
+
+class Tree:
+    """The places, modules and tensors of `model`, its wrappers taken off.
+
+    Attributes:
+        model: the module inside the wrappers.
+        wrappers: those around it, outermost first.
+        root: the place of `model`.
+        places: all places, parents first, in the order of definition.
+        firsts: those that hold something: each module's first.
+        params: the distinct parameters, each with the first of its names.
+        tensors: the distinct parameters, and all buffers.
+        modules: every module once, also wrappers inside and parametrizations, but no scripted ones,
+            which have neither hooks nor attributes that Python could copy.
+        scripted: the scripted modules.
+
+    Cost: one step per registered module; about 8 µs each.
+
+    >>> shared = nn.Linear(2, 2)
+    >>> tree = Tree(nn.Sequential(shared, nn.Sequential(shared)))
+    >>> [(place.name, place.first) for place in tree.places]
+    [('', ''), ('0', '0'), ('1', '1'), ('1.0', '0')]
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        *self.wrappers, self.model = wrappers(model)
+        self.root = Place("", self.model)
+        self.places: list[Place] = []
+        found: list[nn.Module] = []
+        firsts: dict[int, str] = {}
+        stack = [self.root]
+        while stack:
+            at = stack.pop()
+            at.first = firsts.setdefault(id(at.module), at.name)
+            self.places.append(at)
+            if at.is_first:
+                found.append(at.module)
+                found += self._open(at)
+                stack += at.inside[::-1]
+        self.firsts = [place for place in self.places if place.is_first]
+        named = [(join(at.name, key), p) for at in self.firsts for key, p in at.params.items()]
+        self.params = [*{id(p): (name, p) for name, p in reversed(named)}.values()][::-1]
+        self.tensors = [p for _, p in self.params] + [b for at in self.firsts for b in at.buffers]
+        every = {id(m): m for m in found}.values()
+        self.modules = [m for m in every if not isinstance(m, torch.jit.ScriptModule)]
+        self.scripted = [m for m in every if isinstance(m, torch.jit.ScriptModule)]
+
+    def _open(self, at: Place) -> list[nn.Module]:
+        """Reads what `at` holds; returns its modules that have no place of their own."""
+        others: list[nn.Module] = []
+        at.params = dict(at.module.named_parameters(recurse=False))
+        at.buffers = list(at.module.buffers(recurse=False))
+        opened = at.opened and calls_children(at.module)
+        for key, child in submodules(at.module).items():
+            if is_parametrization(key, child):
+                others += child.modules()
+                at.parametrized = tuple(submodules(child))
+                at.params |= {f"{key}.{k}": p for k, p in child.named_parameters()}
+                at.buffers += child.buffers()
+            else:
+                *around, inner = wrappers(child)
+                others += around
+                at.inside.append(Place(join(at.name, key), inner, at.depth + 1, opened))
+        return others
+
+
+def numel(p: Tensor) -> int:
+    """Elements of `p`; 0 for a lazy parameter, which has no shape yet."""
+    return 0 if nn.parameter.is_lazy(p) else int(p.numel())
+
+
+def dtype_name(t: Tensor) -> str:
+    """`float32` for `torch.float32`."""
+    return str(t.dtype).removeprefix("torch.")
+
+
+def storage_of(t: Tensor) -> tuple[Any, int]:
+    """Identity and bytes of the memory behind `t`; views of one storage share both."""
+    try:
+        storage = t.untyped_storage()
+        # `_cdata` is the address of the C++ storage, which all Python objects of it share. Private,
+        # in torch 2.11 to 2.13; the public `data_ptr` is 0 for fake tensors.
+        return storage._cdata, storage.nbytes()
+    except (RuntimeError, NotImplementedError, ValueError):  # sparse, nested, uninitialised
+        return id(t), 0 if nn.parameter.is_lazy(t) else _stored(t)
+
+
+def _stored(t: Tensor) -> int:
+    if t.layout is torch.sparse_coo:
+        # Private, in torch 2.11 to 2.13: `indices()` and `values()` want a coalesced tensor.
+        return sum(p.numel() * p.element_size() for p in (t._indices(), t._values()))
+    return int(t.numel() * t.element_size())
