@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from hookkit._core.checks import check_module, is_whole
 from hookkit._core.modules import children, unwrap, walk
-from hookkit._core.pytree import Inputs, describe, leaves
+from hookkit._core.pytree import Inputs, describe, tree_leaves
 from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.errors import ArgumentError, ModelRunError, OptionError
 from hookkit.hooks import Hook, Hooks, hook_output, hook_outputs
 from hookkit.inspection import layer_info, module_summary
-from hookkit.inspection.preserve import set_mode, untouched
+from hookkit.inspection.preserve import preserve_state, set_mode
 from hookkit.inspection.summary_rows import share
 from hookkit.inspection.tracing import trace
 from hookkit.inspection.tree import Tree, numel
@@ -216,7 +216,7 @@ def dummy_eval(m: nn.Module, size: int | Iterable[int] | None = None, *, x: Any 
     """
     inputs = _inputs("dummy_eval", m, size, x)
     tree = Tree(m)
-    with untouched(tree, params=True, observers=True), torch.no_grad():
+    with preserve_state(tree, params=True, observers=True), torch.no_grad():
         set_mode(tree, False)
         try:
             return m(*inputs, **inputs.kwargs)
@@ -298,7 +298,7 @@ def num_features_model(
     24
     """
     out = dummy_eval(check_module("num_features_model", m), size, x=x)
-    tensors: Iterable[Tensor] = leaves(out)
+    tensors: Iterable[Tensor] = tree_leaves(out)
     shape = next((t.shape for t in tensors if t.dim()), None)
     if shape is None:
         raise ModelRunError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, optimizer
 from torch.utils.checkpoint import checkpoint
 
-from hookkit._core.pytree import leaves
+from hookkit._core.pytree import tree_leaves
 
 OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -75,7 +75,7 @@ def fingerprint(model: nn.Module, args: Any, kwargs: Any) -> Any:
         values = [(n, id(t), t.requires_grad, id(t.grad), content(t)) for n, t in tensors]
         state.append((name, type(m), m.training, attributes, hooks, values))
     given = [
-        (id(t), t._version, content(t)) for t in leaves((args, kwargs)) if not t.is_inference()
+        (id(t), t._version, content(t)) for t in tree_leaves((args, kwargs)) if not t.is_inference()
     ]
     numpys = np.random.get_state()
     rng = torch.get_rng_state().tolist(), random.getstate(), numpys[1].tolist(), numpys[2]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hookkit
-from hookkit._core.pytree import leaves
+from hookkit._core.pytree import tree_leaves
 from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.recorders.parameters import norms_of
 from hookkit.records import Run
@@ -109,7 +109,7 @@ class NoFloat64(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        made = [t for t in leaves(out) if not t.is_cpu and t.dtype is torch.float64]
+        made = [t for t in tree_leaves(out) if not t.is_cpu and t.dtype is torch.float64]
         assert not made, f"{func} made a float64 tensor on {made[0].device}"
         return out
 

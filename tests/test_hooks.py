@@ -15,7 +15,7 @@ from test_nested import STRUCTURES
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hookkit._core.pytree import leaves, tmap
+from hookkit._core.pytree import tree_leaves, tree_map
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, SelectionError
 from hookkit.hooks import (
     Hook,
@@ -58,14 +58,14 @@ def test_detach_false_keeps_the_graph(net: nn.Sequential, x: Tensor) -> None:
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_structures_keep_their_type_and_the_forward_keeps_its_output(name: str) -> None:
     structure, _, _ = STRUCTURES[name]
-    model = Gives(lambda x: tmap(lambda t: t * x, structure))
+    model = Gives(lambda x: tree_map(lambda t: t * x, structure))
 
     with hook_output(model) as h, hook_outputs([model], clone=False) as live:
         y = model(torch.tensor(2.0, requires_grad=True))
 
     for stored in (h.stored, live.stored[0]):
         assert type(stored) is type(y)
-        for a, b in zip(leaves(stored), leaves(y), strict=True):
+        for a, b in zip(tree_leaves(stored), tree_leaves(y), strict=True):
             assert torch.equal(a, b)
             assert b.requires_grad
             assert not a.requires_grad

@@ -9,7 +9,7 @@ from hooked import Gives
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hookkit._core.pytree import tmap
+from hookkit._core.pytree import tree_map
 from hookkit.edits import edit_grad, edit_output, scale
 from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.hooks import Hook, hook_input, hook_inputs, hook_output, hook_outputs
@@ -80,7 +80,7 @@ def truth(m: nn.Module, use: Callable[..., Tensor], x: Tensor) -> list[list[Tens
             mine.append(torch.zeros_like(t, requires_grad=True))
             return t + mine[-1]
 
-        out = tmap(one, m(*args, **kwargs))
+        out = tree_map(one, m(*args, **kwargs))
         zeros.append(mine)
         return out
 

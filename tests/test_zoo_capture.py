@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from zoo import ZOO, Entry
 
 from hookkit._core.modules import can_run, walk
-from hookkit._core.pytree import tmap
+from hookkit._core.pytree import tree_map
 from hookkit.edits import edit_grads, edit_outputs
 from hookkit.edits.swapping import Catcher, swap
 from hookkit.hooks import hook_inputs, hook_output, hook_outputs
@@ -229,7 +229,7 @@ def test_doubled_outputs_are_those_of_a_model_that_doubles_by_hand(entry: Entry)
     for m in leaf_modules(twin).values():
         m.register_forward_hook(lambda m, i, o: changed(doubled, o))
 
-    with edit_outputs(leaf_modules(model), lambda m, i, o: tmap(doubled, o)):
+    with edit_outputs(leaf_modules(model), lambda m, i, o: tree_map(doubled, o)):
         got = run(entry, model)
 
     want = run(entry, twin)

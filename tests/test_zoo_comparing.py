@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zoo import ZOO, Entry
 
 from hookkit import compare_models, select
-from hookkit._core.pytree import leaves
+from hookkit._core.pytree import tree_leaves
 
 # those whose forward differentiates, or without values, or without hooks; one gives a generator
 WITHOUT = ("needs_grad", "meta_device", "lazy", "scripted", "traced", "generator_out")
@@ -52,7 +52,7 @@ def outputs(model: nn.Module, e: Entry) -> list[tuple[str, list[Tensor]]]:
     for name, m in {**inner, "": copy_}.items():
         if not isinstance(m, torch.jit.ScriptModule):
             m.register_forward_hook(
-                lambda m, i, o, name=name: seen.append((name, [plain(t) for t in leaves(o)]))
+                lambda m, i, o, name=name: seen.append((name, [plain(t) for t in tree_leaves(o)]))
             )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         e.run(copy_)

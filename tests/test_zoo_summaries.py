@@ -7,7 +7,7 @@ from hooked import fingerprint
 from zoo import ZOO, Entry
 
 from hookkit.inspection import Summary, summary, tracing
-from hookkit.inspection.preserve import untouched
+from hookkit.inspection.preserve import preserve_state
 from hookkit.inspection.summary_drawing import tree
 from hookkit.inspection.summary_rows import NUMBERS
 
@@ -100,11 +100,11 @@ def test_without_input_and_after_errors_models_are_as_before(e: Entry) -> None:
             summary(model, *args, model_kwargs=kwargs)
         assert fingerprint(model, (), {}) == before, "changed by a run that fails"
     try:
-        with untouched(model, params=True):
+        with preserve_state(model, params=True):
             model(*args, **kwargs)
     except ValueError:
         assert "raises" in e.tags
-    assert fingerprint(model, (), {}) == before, "changed by a run inside untouched"
+    assert fingerprint(model, (), {}) == before, "changed by a run inside preserve_state"
 
     assert s.run == "none"
     if "lazy" not in e.tags:

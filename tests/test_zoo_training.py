@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zoo import ZOO, Entry
 
 from hookkit._core.modules import can_run
-from hookkit._core.pytree import leaves
+from hookkit._core.pytree import tree_leaves
 from hookkit.callbacks import Callback
 from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.errors import HookError, HookkitWarning
@@ -55,7 +55,7 @@ class Whole(nn.Module):
 
 def total(out: Any, _: Tensor) -> Tensor:
     """A loss of every floating point number that has a gradient."""
-    parts = [t for t in leaves(out) if t.requires_grad and not t.is_sparse and not t.is_nested]
+    parts = [t for t in tree_leaves(out) if t.requires_grad and not t.is_sparse and not t.is_nested]
     sums = [(t.abs() if t.is_complex() else t).float().pow(2).mean() for t in parts if t.numel()]
     return torch.stack(sums).sum() if sums else torch.zeros((), requires_grad=True)
 
@@ -155,7 +155,7 @@ def two_steps(entry: Entry, model: nn.Module, opt: torch.optim.Optimizer) -> lis
     seen = []
     for _ in range(2):
         torch.manual_seed(5)
-        outputs = [t for t in leaves(entry.run(model)) if t.requires_grad]
+        outputs = [t for t in tree_leaves(entry.run(model)) if t.requires_grad]
         loss = sum(t.float().abs().mean() for t in outputs if not t.is_nested and t.numel())
         if isinstance(loss, Tensor):
             loss.backward()

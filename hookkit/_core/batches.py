@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hookkit._core.checks import kind_of
-from hookkit._core.pytree import is_container, leaves, parts_of, rebuilt
+from hookkit._core.pytree import is_container, parts_of, tree_leaves, tree_rebuild
 from hookkit.errors import ArgumentError, ModelRunError
 
 
@@ -32,7 +32,7 @@ def to_device(x: Any, device: torch.device) -> Any:
         return x.to(device) if hasattr(x, "to") else x
     parts = x if is_plain else [part for _, part in parts_of(x)]
     moved = [to_device(part, device) for part in parts]
-    return x if all(a is b for a, b in zip(moved, parts, strict=True)) else rebuilt(x, moved)
+    return x if all(a is b for a, b in zip(moved, parts, strict=True)) else tree_rebuild(x, moved)
 
 
 def batch_size(*parts: Any) -> int:
@@ -47,7 +47,7 @@ def batch_size(*parts: Any) -> int:
     for part in parts:
         if has_samples(part):
             return len(part)
-        if sizes := [t.shape[0] for t in leaves(part) if t.ndim]:
+        if sizes := [t.shape[0] for t in tree_leaves(part) if t.ndim]:
             return sizes[0]
     return 1
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hookkit._core.devices import accelerator
-from hookkit._core.pytree import describe, leaves, named_leaves, tmap
+from hookkit._core.pytree import describe, tree_leaves, tree_leaves_with_path, tree_map
 from hookkit.errors import HookError
 
 
@@ -101,17 +101,17 @@ def gather(x: Any, names: Sequence[str] | None = None) -> Any:
     parts, labels = ([x], ["the value"]) if names is None else (x, list(names))
     more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
     forms = [
-        (label, [(path, t.dtype, t.shape[1:], t.ndim) for path, t in named_leaves(part)])
+        (label, [(path, t.dtype, t.shape[1:], t.ndim) for path, t in tree_leaves_with_path(part)])
         for label, part in zip(labels, parts, strict=True)
     ]
     texts = [f"{label}, {describe(part)}" for label, part in zip(labels, parts, strict=True)]
     with together(f"read {labels[0] if labels else 'nothing'}{more}, gathered", after_s=1.0):
         _check_alike(gather_object((forms, texts)))
         # after the check: what cannot be sent is an error on all ranks, and none waits for another
-        rows = [(t if t.ndim else t.view(1)).detach().cpu().contiguous() for t in leaves(x)]
+        rows = [(t if t.ndim else t.view(1)).detach().cpu().contiguous() for t in tree_leaves(x)]
         as_bytes = [t.view(torch.uint8) for t in rows]  # PyTorch pickles no float8
         everyone = iter(zip(*gather_object(as_bytes), strict=True))
-    return tmap(lambda t: torch.cat(next(everyone)).view(t.dtype).to(t.device), x)
+    return tree_map(lambda t: torch.cat(next(everyone)).view(t.dtype).to(t.device), x)
 
 
 def _check_alike(everyone: list[tuple[list[Any], list[str]]]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from hookkit._core.pytree import leaves
+from hookkit._core.pytree import tree_leaves
 
 SAME_ORDER = frozenset(
     ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "ToCopy")
@@ -70,7 +70,7 @@ def graph_nodes(x: Any) -> Iterator[tuple[Any, list[Any]]]:
     >>> [op_name(node) for node, _ in graph_nodes({"loss": (w * 3).relu().sum()})]
     ['Sum', 'Relu', 'Mul', 'AccumulateGrad']
     """
-    return walk(t.grad_fn for t in leaves(x) if t.grad_fn is not None)
+    return walk(t.grad_fn for t in tree_leaves(x) if t.grad_fn is not None)
 
 
 def users_of(x: Any) -> dict[Any, list[Any]]:

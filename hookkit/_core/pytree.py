@@ -2,8 +2,8 @@
 
 Containers are tuples, namedtuples, lists, deques, dicts and other mappings (Hugging Face's
 ModelOutput too), dataclasses, PackedSequence and `Inputs`. Each keeps its type; anything else is
-passed on by reference. All of it is built on `parts_of` and `rebuilt`, which take a container apart
-and put it together again.
+passed on by reference. All of it is built on `parts_of` and `tree_rebuild`, which take a container
+apart and put it together again.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def parts_of(x: Any) -> list[tuple[str, Any]]:
     return [(f".{name}", getattr(x, name)) for name in names]
 
 
-def rebuilt(x: Any, new: list[Any]) -> Any:
+def tree_rebuild(x: Any, new: list[Any]) -> Any:
     """A container of the type of `x` whose children are `new`, in the order of `parts_of(x)`."""
     if isinstance(x, PackedSequence):  # its index tensors follow the data to their device
         packed: Any = x
@@ -124,28 +124,28 @@ def rebuilt(x: Any, new: list[Any]) -> Any:
     return made
 
 
-def named_leaves(x: Any, path: str = "") -> list[tuple[str, Tensor]]:
+def tree_leaves_with_path(x: Any, path: str = "") -> list[tuple[str, Tensor]]:
     """The tensors in `x` with the Python path that reads each, as `x<path>`.
 
     >>> import torch
-    >>> [p for p, _ in named_leaves((torch.ones(2), {"a": [torch.ones(3)]}))]
+    >>> [p for p, _ in tree_leaves_with_path((torch.ones(2), {"a": [torch.ones(3)]}))]
     ['[0]', "[1]['a'][0]"]
     """
     if isinstance(x, Tensor):
         return [(path, x)]
-    return [pair for step, part in parts_of(x) for pair in named_leaves(part, path + step)]
+    return [pair for step, part in parts_of(x) for pair in tree_leaves_with_path(part, path + step)]
 
 
-def leaves(x: Any) -> list[Tensor]:
+def tree_leaves(x: Any) -> list[Tensor]:
     """The tensors in `x`, in order, not copied; one that appears twice is listed twice.
 
     >>> import torch
-    >>> [t.shape[0] for t in leaves((torch.ones(2), {"a": torch.ones(3), "b": None}))]
+    >>> [t.shape[0] for t in tree_leaves((torch.ones(2), {"a": torch.ones(3), "b": None}))]
     [2, 3]
     """
     if isinstance(x, Tensor):
         return [x]
-    return [t for _, part in parts_of(x) for t in leaves(part)]
+    return [t for _, part in parts_of(x) for t in tree_leaves(part)]
 
 
 def parts_in(x: Any, path: str = "", around: tuple[int, ...] = ()) -> Parts:
@@ -175,14 +175,14 @@ def parts_in(x: Any, path: str = "", around: tuple[int, ...] = ()) -> Parts:
     return [p for p in inside if isinstance(p[1], Tensor)] or [(path, x)]
 
 
-def tmap(f: Callable[[Tensor], Any], x: Any, *, fresh: bool = False) -> Any:
+def tree_map(f: Callable[[Tensor], Any], x: Any, *, fresh: bool = False) -> Any:
     """`x` with `f(t)` in the place of every tensor `t`; containers keep their types.
 
     A container in which nothing changed is the same object; with `fresh` one that can be changed is
     another.
 
     >>> import torch
-    >>> tmap(lambda t: t.shape[0], (torch.ones(2), {"a": torch.ones(3), "b": None}))
+    >>> tree_map(lambda t: t.shape[0], (torch.ones(2), {"a": torch.ones(3), "b": None}))
     (2, {'a': 3, 'b': None})
     """
     if isinstance(x, Tensor):
@@ -194,11 +194,11 @@ def tmap(f: Callable[[Tensor], Any], x: Any, *, fresh: bool = False) -> Any:
         old: list[Any] = list(x)
     else:
         old = [part for _, part in parts_of(x)]
-    new = [tmap(f, part, fresh=fresh) for part in old]
+    new = [tree_map(f, part, fresh=fresh) for part in old]
     if all(a is b for a, b in zip(new, old, strict=True)):
-        own = fresh and not isinstance(x, tuple) and (kind in (list, dict) or leaves(x))
-        return rebuilt(x, new) if own else x
-    return kind(new) if kind is tuple else rebuilt(x, new)
+        own = fresh and not isinstance(x, tuple) and (kind in (list, dict) or tree_leaves(x))
+        return tree_rebuild(x, new) if own else x
+    return kind(new) if kind is tuple else tree_rebuild(x, new)
 
 
 def describe(x: Any) -> str:
@@ -228,7 +228,7 @@ def describe(x: Any) -> str:
 
 
 def is_path(path: str) -> bool:
-    """Whether `pick` can read `path`.
+    """Whether `tree_get` can read `path`.
 
     >>> is_path("[0].h['x']"), is_path("[0"), is_path("")
     (True, False, True)
@@ -236,12 +236,12 @@ def is_path(path: str) -> bool:
     return _STEP.sub("", path) == ""
 
 
-def pick(x: Any, path: str) -> Any:
-    """What `x<path>` reads, for a path as `named_leaves` writes it: `[0]`, `.h`, `['logits']`.
+def tree_get(x: Any, path: str) -> Any:
+    """Return the part of `x` at a path that `tree_leaves_with_path` writes: `.h`, `['logits'][0]`.
 
     Raises the error of Python's own indexing if `x` has nothing there.
 
-    >>> pick({"a": (1, 2)}, "['a'][1]")
+    >>> tree_get({"a": (1, 2)}, "['a'][1]")
     2
     """
     if not is_path(path):
@@ -254,7 +254,7 @@ def pick(x: Any, path: str) -> Any:
 
 
 def canonical(path: str) -> str:
-    """`path` as `named_leaves` writes it, whichever quotes it has.
+    """`path` as `tree_leaves_with_path` writes it, whichever quotes it has.
 
     >>> canonical('["logits"][0]')
     "['logits'][0]"
@@ -262,17 +262,17 @@ def canonical(path: str) -> str:
     return _STEP.sub(lambda step: f"[{literal_eval(step[2])!r}]" if step[2] else step[0], path)
 
 
-def put(x: Any, path: str, value: Any) -> Any:
+def tree_set(x: Any, path: str, value: Any) -> Any:
     """A copy of `x` in which `x<path>` is `value`; the rest is shared, the types are kept.
 
-    Raises as `pick` if `x` has nothing there.
+    Raises as `tree_get` if `x` has nothing there.
 
-    >>> put({"a": (1, 2), "b": 3}, "['a'][0]", 9)
+    >>> tree_set({"a": (1, 2), "b": 3}, "['a'][0]", 9)
     {'a': (9, 2), 'b': 3}
     """
     if not path:
         return value
-    pick(x, path)
+    tree_get(x, path)
     step: Any = _STEP.match(path)
     keys, new = [key for key, _ in parts_of(x)], [v for _, v in parts_of(x)]
     names = [canonical(step[0]), f"[{step[1]!r}]"]  # the second: an attribute of a ModelOutput
@@ -280,5 +280,5 @@ def put(x: Any, path: str, value: Any) -> Any:
         at = found[0]
     else:  # a field of a namedtuple, or from the end
         at = type(x).__match_args__.index(step[1]) if step[1] else int(step[2]) % len(x)
-    new[at] = put(new[at], path[step.end() :], value)
-    return rebuilt(x, new)
+    new[at] = tree_set(new[at], path[step.end() :], value)
+    return tree_rebuild(x, new)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookkit._core.pytree import describe, leaves, named_leaves, pick, tmap
+from hookkit._core.pytree import describe, tree_get, tree_leaves, tree_leaves_with_path, tree_map
 from hookkit.errors import ArgumentError, HookError
 from hookkit.hooks import Hook, Hooks, recomputing
 from hookkit.hooks.attach import short_repr
@@ -49,13 +49,13 @@ class Change:
         """
         value = seen[-1]
         try:
-            if not leaves(value):
+            if not tree_leaves(value):
                 raise HookError(
                     "hookkit finds no tensor in it. Give a function of the value that returns the "
                     "changed one (lambda value: …), or edit a layer before it."
                 )
             others = iter(self.given(value, module, hook))
-            return tmap(lambda x: self._one(x, next(others)), value)
+            return tree_map(lambda x: self._one(x, next(others)), value)
         except Exception as e:
             label = short_repr(module) if hook is None else hook.label
             e.add_note(f"hookkit: raised by {self.text} on {label}. There is {describe(value)}.")
@@ -224,12 +224,12 @@ def _put(part: Tensor, new: Any) -> Any:
 
 def _same(v: Any) -> Given:
     """The same for every tensor."""
-    return lambda value, module, hook: [v] * len(leaves(value))
+    return lambda value, module, hook: [v] * len(tree_leaves(value))
 
 
 def _pairs(value: Any, t: Any) -> list[tuple[Tensor, Any]]:
     """Each tensor of `value` with the one of `t`, or the number `t`, that takes its place."""
-    old, new = named_leaves(value), named_leaves(t)
+    old, new = tree_leaves_with_path(value), tree_leaves_with_path(t)
     if isinstance(t, int | float | complex):
         return [(x, t) for _, x in old]
     if [path for path, _ in old] != [path for path, _ in new]:
@@ -269,7 +269,7 @@ def _stored(run: Hook | Hooks | Mapping[str, Any], module: nn.Module, hook: Any)
         same = [h for h in hooks if h.module is module or _is_same_call(h, module, n)]
         same = same or [h for h in hooks if h.name in names and not h.scope.names_are_positions]
         values = [_value(h, n) for h in same if h.leaf == leaf]
-        values = values or [pick(_value(h, n), leaf) for h in same if not h.leaf]
+        values = values or [tree_get(_value(h, n), leaf) for h in same if not h.leaf]
     if not values:
         shown = ", ".join(labels[:4]) + (" …" if len(labels) > 4 else "")
         why = "" if has_name else " A position in a list is no name."

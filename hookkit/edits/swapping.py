@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hookkit._core.checks import check_module, kind_of
 from hookkit._core.messages import warn
 from hookkit._core.modules import submodules, unwrap
-from hookkit._core.pytree import Inputs, tmap
+from hookkit._core.pytree import Inputs, tree_map
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
 from hookkit.hooks.attach import attach
 from hookkit.hooks.calls import recomputing
@@ -227,10 +227,10 @@ class Catcher(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call `wrapped`, record what it was given and what it returns, and return that."""
-        inputs = tmap(snapshot, Inputs(args, kwargs))  # now: the call may write into them
+        inputs = tree_map(snapshot, Inputs(args, kwargs))  # now: the call may write into them
         output = self.wrapped(*args, **kwargs)
         if not recomputing():
-            self.calls.append(Call(inputs, tmap(snapshot, output)))
+            self.calls.append(Call(inputs, tree_map(snapshot, output)))
         return output
 
 

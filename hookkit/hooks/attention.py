@@ -22,7 +22,7 @@ from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hookkit._core.checks import check_choice, check_flag, check_module
-from hookkit._core.pytree import tmap
+from hookkit._core.pytree import tree_map
 from hookkit.errors import HookError
 from hookkit.hooks.functions import FunctionHooks, Within, call_outer, plain_name, running_modules
 from hookkit.hooks.options import HookOptions
@@ -183,7 +183,7 @@ class AttentionHooks(FunctionHooks):
         with self._seeing_inside():
             needs_graph = _needs_graph(given["query"])
         if not needs_graph:  # a checkpoint repeats edits alone, and must find as much saved again
-            given = tmap(lambda x: x.detach() if x.requires_grad else x, given)
+            given = tree_map(lambda x: x.detach() if x.requires_grad else x, given)
         scores = attention_scores(**given)
         seen = scores.reshape(_shape(scores))
         with self._seeing_inside():

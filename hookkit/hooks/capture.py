@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from hookkit._core.checks import check_flag, check_function
-from hookkit._core.pytree import Inputs, describe, tmap
+from hookkit._core.pytree import Inputs, describe, tree_map
 from hookkit.hooks.attach import call_with_note, check_hookable
 from hookkit.hooks.calls import recomputing
 from hookkit.hooks.collection import Hooks, Modules, hooks_of, named_modules_of, require_modules
@@ -255,7 +255,7 @@ def hook_all(
 
     def call(module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(module, types) and not recomputing():
-            seen = tmap(Tensor.detach, (Inputs(args), output))
+            seen = tree_map(Tensor.detach, (Inputs(args), output))
             call_with_note(func, module, *seen)
 
     hook = GlobalHook()

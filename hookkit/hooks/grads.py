@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookkit._core.pytree import Inputs, leaves, parts_of, tmap
+from hookkit._core.pytree import Inputs, parts_of, tree_leaves, tree_map
 
 Receive = Callable[[int, Tensor], Any]
 """`receive(i, grad)` gets the gradient of tensor `i`; its result, unless None, replaces it."""
@@ -75,7 +75,7 @@ def _listen(
         base_of: returns the tensor that also has to be hooked, or None.
     """
     # by identity, as a graph of torch.compile would be guarded by ids
-    own, known = leaves(x), leaves(others)
+    own, known = tree_leaves(x), tree_leaves(others)
     numbers = iter(range(len(own)))
 
     def one(t: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def _listen(
             _listen_to_both(t, base, partial(receive, i))
         return t
 
-    return tmap(one, x)
+    return tree_map(one, x)
 
 
 def _exchangeable(x: Any, is_users: Callable[[Any], bool]) -> list[bool]:
@@ -104,7 +104,7 @@ def _exchangeable(x: Any, is_users: Callable[[Any], bool]) -> list[bool]:
         return [True]
     if isinstance(x, tuple) or not is_users(x):
         return [free for _, part in parts_of(x) for free in _exchangeable(part, is_users)]
-    return [False] * len(leaves(x))
+    return [False] * len(tree_leaves(x))
 
 
 def _base_of(module: nn.Module, edits: bool, t: Tensor) -> Tensor | None:

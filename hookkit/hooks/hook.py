@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from hookkit._core import distributed as ranks
 from hookkit._core.checks import OfLast
 from hookkit._core.messages import nearest, warn
-from hookkit._core.pytree import Inputs, describe, is_path, leaves, put, tmap
+from hookkit._core.pytree import Inputs, describe, is_path, tree_leaves, tree_map, tree_set
 from hookkit.errors import (
     CompiledWarning,
     HookError,
@@ -257,7 +257,7 @@ class Hook:
             return None
         seen = (part,) if pre or options.takes_last else (Inputs(args, kwargs), part)
         if options.detach and not options.edit:
-            seen = tuple([tmap(Tensor.detach, x) for x in seen])
+            seen = tuple([tree_map(Tensor.detach, x) for x in seen])
         new = self._call(module, *seen)
         if call != "recomputed":
             self._store(new)
@@ -265,15 +265,15 @@ class Hook:
             return None
         if self.leaf or not pre:
             check_same(self, part, new)
-            new = put(value, self.leaf, new)
+            new = tree_set(value, self.leaf, new)
         return new_inputs(self, value, new) if pre else new
 
     def _backward(self, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
         """Store the gradients of PyTorch's full backward hook; return what replaces them."""
         options = self.options
         if options.detach and not options.edit:
-            grad_input = tmap(Tensor.detach, grad_input)
-            grad_output = tmap(Tensor.detach, grad_output)
+            grad_input = tree_map(Tensor.detach, grad_input)
+            grad_output = tree_map(Tensor.detach, grad_output)
         new = grad_output
         if options.func is not None:
             new = self._call(module, grad_input, grad_output)
@@ -291,13 +291,13 @@ class Hook:
         options, pre = self.options, self.options.kind == "pre_grad"
         value = Inputs(args, kwargs) if pre else output
         part = self._part(value)
-        if not self._count_for_grads(leaves(part)):
+        if not self._count_for_grads(tree_leaves(part)):
             return None
         receive = self._grad_editor(module) if options.edit else self._grad_receiver(part)
         if not pre:
             new = listen_output(module, args, kwargs, part, receive, options.edit)
-            return None if new is None else put(output, self.leaf, new)
-        new = put(value, self.leaf, listen_inputs(module, value, part, receive))
+            return None if new is None else tree_set(output, self.leaf, new)
+        new = tree_set(value, self.leaf, listen_inputs(module, value, part, receive))
         return tuple(new), new.kwargs
 
     def _part(self, x: Any) -> Any:
@@ -377,7 +377,7 @@ class Hook:
 
         `last` keeps those of the latest call; a new backward pass starts a new tuple.
         """
-        hook, n = ref(self), len(leaves(part))
+        hook, n = ref(self), len(tree_leaves(part))
         # A checkpoint that runs several calls again gives all of them the same number, and their
         # gradients arrive from the last call to the first: the first one to arrive is stored.
         again = -1 if is_compiling() else graph_task()

@@ -13,7 +13,14 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
 
-from hookkit._core.pytree import Inputs, describe, leaves, named_leaves, pick, tmap
+from hookkit._core.pytree import (
+    Inputs,
+    describe,
+    tree_get,
+    tree_leaves,
+    tree_leaves_with_path,
+    tree_map,
+)
 from hookkit.errors import HookError
 
 if TYPE_CHECKING:
@@ -49,9 +56,9 @@ def part_at(x: Any, path: str, who: str, label: Any) -> Any:
     2
     """
     try:
-        return pick(x, path)
+        return tree_get(x, path)
     except (LookupError, AttributeError, TypeError, ValueError):
-        paths = ", ".join([p for p, _ in named_leaves(x) if p][:6])
+        paths = ", ".join([p for p, _ in tree_leaves_with_path(x) if p][:6])
         raise HookError(
             f"{who}: {label() if callable(label) else label} has nothing at {path}; there is "
             f"{describe(x)}. Select a path that is there: {paths or 'it needs none'}."
@@ -97,7 +104,7 @@ def to_store(x: Any, scope: HookScope) -> Any:
 
     if type(x) is Tensor:
         return one(x)
-    return tmap(one, x, fresh=True)  # the model may change its own lists and dicts
+    return tree_map(one, x, fresh=True)  # the model may change its own lists and dicts
 
 
 def _to_cpu(t: Tensor, pending: set[torch.device]) -> Tensor:
@@ -122,12 +129,12 @@ def out_of_inference(x: Any) -> Any:
     """
     if torch.is_inference_mode_enabled():
         return x
-    return tmap(lambda t: t.clone() if t.is_inference() else t, x)
+    return tree_map(lambda t: t.clone() if t.is_inference() else t, x)
 
 
 def version_of(x: Any) -> int:
     """Return how often the tensors in `x` were written in place; -1 where that is not known."""
-    tensors = [x] if type(x) is Tensor else leaves(x)
+    tensors = [x] if type(x) is Tensor else tree_leaves(x)
     if torch.compiler.is_compiling() or any(t.is_inference() for t in tensors):
         return -1
     # Private: `Tensor._version` (since before 2.0); no public name. Inference tensors have none.
@@ -163,9 +170,9 @@ def check_same(hook: Hook, old: Any, new: Any) -> None:
     """Raise unless `new`, the replacement of `old`, has its tensors at the same places."""
     if isinstance(old, Tensor) and isinstance(new, Tensor):
         return
-    paths = [path for path, _ in named_leaves(old)]
+    paths = [path for path, _ in tree_leaves_with_path(old)]
     same = type(old) is type(new)
-    if paths and not (same and paths == [path for path, _ in named_leaves(new)]):
+    if paths and not (same and paths == [path for path, _ in tree_leaves_with_path(new)]):
         raise HookError(
             f"{hook.options.who} on {hook.label}: the replacement is {_described(new)}, the layer "
             f"gave {_described(old)}. Return the same structure, or None to leave it."

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from hookkit._core import distributed as ranks
 from hookkit._core.checks import check_flag, check_number
-from hookkit._core.pytree import tmap
+from hookkit._core.pytree import tree_map
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.inspection.activations import Activations, RowFiles
 from hookkit.inspection.layer_rows import Field, LayerRows
-from hookkit.inspection.preserve import process_state, untouched
+from hookkit.inspection.preserve import preserve_state, process_state
 
 
 def collect(
@@ -93,7 +93,7 @@ def collect(
     source = LayerRows("collect", model, loader, layers, *options)
     files = None if out_dir is None else RowFiles(out_dir, overwrite, [*source.layers])
     each = {name: copy.deepcopy(accumulate) for name in source.layers}
-    with untouched(model, observers=True):
+    with preserve_state(model, observers=True):
         for name, found, row_ids in source.run(loader):
             if files is None:
                 each[name].update(found, row_ids)
@@ -111,7 +111,7 @@ def _merged(each: dict[str, Any]) -> Any:
     """Returns the accumulators of all processes as one for each layer, on the CPU."""
     for one in each.values():
         for key, value in getattr(one, "__dict__", {}).items():
-            setattr(one, key, tmap(Tensor.cpu, value))
+            setattr(one, key, tree_map(Tensor.cpu, value))
     with ranks.together("call collect"):
         merged, *others = ranks.gather_object(each)
     for name, one in merged.items():
@@ -174,11 +174,11 @@ def _batches(source: LayerRows, size: int, room: int, random: torch.Generator) -
             yield batch
 
     while not ended:
-        with ExitStack() as later, untouched(source.model, observers=True):
+        with ExitStack() as later, preserve_state(source.model, observers=True):
             for _, found, _ in source.run(until_full()):
                 parts.append(found)
                 n += len(found)
-            for put_back in process_state():  # `untouched` rewinds the random state
+            for put_back in process_state():  # `preserve_state` rewinds the random state
                 later.callback(put_back)
         ended = n < room
         order = torch.randperm(n, generator=random, device="cpu")

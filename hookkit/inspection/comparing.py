@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hookkit._core.checks import check_callable, check_flag, check_module, check_number
 from hookkit._core.modules import can_run, find, unwrap, walk
-from hookkit._core.pytree import Inputs, leaves
+from hookkit._core.pytree import Inputs, tree_leaves
 from hookkit.errors import ArgumentError, OptionError, SelectionError
 from hookkit.hooks.attach import check_hookable
 from hookkit.hooks.selection import select
@@ -100,7 +100,7 @@ def compare_models(
     n_files = sum(isinstance(x, str | Path) for x in (a, b))
     if check_flag(WHO, "grads", grads) | check_flag(WHO, "isolate", isolate) and n_files:
         raise ArgumentError(f"{WHO}: grads and isolate need two models; a file has outputs alone.")
-    if n_files == 2 and leaves((inputs, kwargs)):
+    if n_files == 2 and tree_leaves((inputs, kwargs)):
         raise ArgumentError(f"{WHO}: both sides are files, which take no inputs. Give none.")
     if check_callable(WHO, "loss", loss) and not grads:
         raise ArgumentError(f"{WHO}: loss= is what grads=True differentiates. Give both, or none.")

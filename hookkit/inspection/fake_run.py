@@ -2,8 +2,8 @@
 
 PyTorch's fake tensors have a shape, a dtype and a device, and no values: a forward on them costs no
 memory and computes nothing. The model itself runs: PyTorch makes a fake tensor of each parameter
-that an operation meets. `untouched` restores its modules, also parameters: PyTorch computes some
-operations on a real tensor and a number, such as `weight.div_(2)`, for real.
+that an operation meets. `preserve_state` restores its modules, also parameters: PyTorch computes
+some operations on a real tensor and a number, such as `weight.div_(2)`, for real.
 
 A forward may also store a tensor elsewhere, such as in a global list or a cached function. A fake
 tensor that stays there would come back in every later call, so it is an error.

@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 
 from hookkit._core.batches import first_batch, split_batch
-from hookkit._core.pytree import Inputs, leaves, tmap
+from hookkit._core.pytree import Inputs, tree_leaves, tree_map
 from hookkit._core.text import harmless, percent
 from hookkit.errors import ArgumentError, ModelRunError
-from hookkit.inspection.preserve import untouched
+from hookkit.inspection.preserve import preserve_state
 from hookkit.inspection.summarizing import run_summary
 from hookkit.inspection.summary_result import Summary
 from hookkit.inspection.summary_rows import Row
@@ -51,7 +51,7 @@ def layer_info(learn: Any, *xb: Any) -> list[tuple[str, int | str, Any, Any, boo
     >>> layer_info(learn, *learn.dls.one_batch()[:1])[1]
     ('ReLU', '', '', [1, 3], True)
     """
-    one = Inputs(tmap(lambda t: t[:1] if t.dim() else t, x) for x in xb)
+    one = Inputs(tree_map(lambda t: t[:1] if t.dim() else t, x) for x in xb)
     return [_info(r) for r in _layers(_summary_of("layer_info", learn, one, training=False))]
 
 
@@ -82,7 +82,9 @@ def learner_summary(learn: Any) -> SummaryText:
             "learn.summary() runs one training batch: this Learner has no data. Make it with "
             "DataLoaders(train, valid), or use module_summary(learn, xb)."
         )
-    with untouched(learn.model, observers=True):  # a dataset may draw numbers, or call the model
+    with preserve_state(
+        learn.model, observers=True
+    ):  # a dataset may draw numbers, or call the model
         batch = first_batch(train, "the training loader")
     if isinstance(batch, Mapping):
         xb = Inputs((), batch)
@@ -103,7 +105,7 @@ def learner_summary(learn: Any) -> SummaryText:
 def _summary_of(who: str, learn: Any, xb: Inputs, training: bool = True) -> Summary:
     """Summarise `learn.model`, by default as in training, whatever mode a fit has left."""
     model = getattr(learn, "model", None)
-    if not isinstance(model, nn.Module) or not leaves(xb):
+    if not isinstance(model, nn.Module) or not tree_leaves(xb):
         raise ArgumentError(
             f"{who} takes a Learner and the inputs of a batch, found {type(learn).__name__} and "
             f"{len(xb)} inputs. Write {who}(learn, x), or summary(model, x)."
@@ -111,7 +113,7 @@ def _summary_of(who: str, learn: Any, xb: Inputs, training: bool = True) -> Summ
     tree, opt = Tree(model), getattr(learn, "opt", None)
     p = next((p for _, p in tree.params), None)
     if p is not None and not p.is_meta:
-        xb = tmap(lambda t: t.to(p.device), xb)
+        xb = tree_map(lambda t: t.to(p.device), xb)
     opt = opt if hasattr(opt, "param_groups") else None
     mode = None if training and model.training else training  # None leaves each module's own
     view = {"fold": True, "depth": None, "columns": None}
@@ -141,7 +143,7 @@ def _sizes(shape: Any) -> str:
 
 def _drawn(s: Summary, xb: Any, below: str = "") -> SummaryText:
     """Draw the table of `s`, for the inputs `xb`, with a text below it."""
-    inputs = [list(t.shape) for t in leaves(xb)]
+    inputs = [list(t.shape) for t in tree_leaves(xb)]
     size = _sizes(inputs[0] if len(inputs) == 1 else inputs)
     lines = [
         f"{harmless(s.rows[0].type)} (Input shape: {size})",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hookkit._core.checks import check_flag
 from hookkit._core.messages import warn
 from hookkit._core.modules import find
-from hookkit._core.pytree import tmap
+from hookkit._core.pytree import tree_map
 from hookkit.edits.swapping import Wrapper
 from hookkit.errors import NeverFiredWarning
 from hookkit.hooks.attach import attach, check_hookable
@@ -118,7 +118,7 @@ class FeatureExtractor(Wrapper):
                     return
                 part = part_at(output, leaf, "feature_extractor", lambda: f'"{key}"')
                 # later in-place operations do not change it
-                features[key] = tmap(snapshot if self.detach else Tensor.clone, part)
+                features[key] = tree_map(snapshot if self.detach else Tensor.clone, part)
                 if stop and len(features) == len(self.wanted):
                     stop = False  # once: if the model swallows it, other forward passes still end
                     raise StopForward(features)

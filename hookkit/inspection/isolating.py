@@ -1,6 +1,6 @@
 """A module of the second model called alone, on what the first model's module received.
 
-Builds on `sides` and `modelinfo.untouched`.
+Builds on `sides` and `preserve_state`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hookkit._core.modules import find, unwrap
-from hookkit._core.pytree import Inputs, Parts, parts_in, tmap
-from hookkit.inspection.preserve import real_inputs, untouched
+from hookkit._core.pytree import Inputs, Parts, parts_in, tree_map
+from hookkit.inspection.preserve import preserve_state, real_inputs
 from hookkit.inspection.sides import Alone, copied_parts
 
 
@@ -36,7 +36,7 @@ def alone(a: nn.Module, b: nn.Module, partners: Mapping[str, str]) -> Alone:
         accepted, left_out = _accepted(place[1], fitted(inputs, a, b))
         try:
             copied = real_inputs(accepted)
-            with untouched(place[1]), torch.no_grad():
+            with preserve_state(place[1]), torch.no_grad():
                 out = outside.copy().run(place[1], *copied, **copied.kwargs)
                 parts = copied_parts(parts_in(out))
         except Exception as error:  # of any kind: it is called as its model does not call it
@@ -90,5 +90,5 @@ def fitted(inputs: Inputs, a: Any, b: nn.Module) -> Inputs:
             t = torch.where(t.isfinite(), t.clamp(-most, most), t)
         return t.to(new.device, new.dtype)
 
-    moved: Inputs = tmap(one, inputs)
+    moved: Inputs = tree_map(one, inputs)
     return moved

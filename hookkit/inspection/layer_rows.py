@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hookkit._core import checks
 from hookkit._core.batches import check_loader, no_batches, to_device
 from hookkit._core.modules import unwrap
-from hookkit._core.pytree import Inputs, describe, named_leaves
+from hookkit._core.pytree import Inputs, describe, tree_leaves_with_path
 from hookkit.errors import ArgumentError, HookError, ModelRunError, OptionError
 from hookkit.hooks.collection import Hooks
 from hookkit.hooks.options import KINDS
@@ -145,7 +145,7 @@ class LayerRows:
         """Returns each layer's tensor, and the `n` samples (and tokens) that all of them have."""
         n_dims, shape, found = 1 + (self.rows == "token"), None, dict[str, Tensor]()
         for name, hook in hooks.items():
-            inside = named_leaves(hook.calls[0])
+            inside = tree_leaves_with_path(hook.calls[0])
             t = inside[0][1] if len(inside) == 1 else torch.empty((), device="cpu")
             dense = t.layout is torch.strided and not (t.is_nested or t.is_quantized)
             if shape is None and dense and t.ndim >= n_dims:

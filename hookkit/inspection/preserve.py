@@ -1,4 +1,4 @@
-"""`untouched`: a block in which a model runs, and which then puts it back as it was.
+"""`preserve_state`: a block in which a model runs, and which then puts it back as it was.
 
 Builds on `tree`. One mechanism for everything that runs a user's model to look at it: `summary`,
 `dummy_eval`, `model_sizes`, `compare_models`, `collect` and `lr_find`. The model itself runs, not a
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 # lets a copy be made of a real tensor while the model runs on fake ones.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from hookkit._core.pytree import PLAIN, Inputs, leaves, tmap
+from hookkit._core.pytree import PLAIN, Inputs, tree_leaves, tree_map
 from hookkit.hooks import Hook
 from hookkit.hooks.attach import AttachedFunction
 from hookkit.hooks.eager import layer_by_layer
@@ -42,7 +42,7 @@ Restore = Callable[[], object]
 
 
 @contextmanager
-def untouched(
+def preserve_state(
     model: nn.Module | Tree, *, params: bool = False, observers: bool = False, watch: bool = True
 ) -> Iterator[Callable[[Tensor], None]]:
     """Restore at the end, also after an error, what running `model` inside the block has changed.
@@ -76,7 +76,7 @@ def untouched(
     tensor instead. On a GPU each copy is compared at the end (one sync each).
 
     >>> net = nn.BatchNorm1d(3)
-    >>> with untouched(net):
+    >>> with preserve_state(net):
     ...     _ = net.eval().requires_grad_(False)
     ...     net.running_mean += 1
     >>> net.training, net.weight.requires_grad, net.running_mean
@@ -135,7 +135,7 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that operation `func`, called with these arguments, writes in place."""
     found = list[Tensor]()
     for at in _written(func):
-        found += leaves(args[at] if isinstance(at, int) and at < len(args) else kwargs.get(at))
+        found += tree_leaves(args[at] if isinstance(at, int) and at < len(args) else kwargs.get(at))
     return found
 
 
@@ -345,9 +345,9 @@ def real_inputs(inputs: Inputs) -> Inputs:
 
 def copied_inputs(inputs: Inputs, one: Callable[[Tensor], Any]) -> Inputs:
     """A deep copy of `inputs` with `one(t)` for each tensor `t`."""
-    made = {id(t): one(t) for t in leaves(inputs)}
+    made = {id(t): one(t) for t in tree_leaves(inputs)}
     try:
         copied: Inputs = copy.deepcopy(inputs, dict(made))
     except Exception:  # an open file, a generator: it is passed on as it is
-        copied = tmap(lambda t: made[id(t)], inputs)
+        copied = tree_map(lambda t: made[id(t)], inputs)
     return copied

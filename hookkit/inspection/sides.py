@@ -1,6 +1,6 @@
 """One side of a comparison: what the modules of a model gave in a run, or what a file has of one.
 
-Builds on `hooks` and `modelinfo.untouched`.
+Builds on `hooks` and `preserve_state`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from hookkit._core.messages import missing_extra
 from hookkit._core.modules import join, submodules
-from hookkit._core.pytree import Inputs, Parts, describe, leaves, parts_in
+from hookkit._core.pytree import Inputs, Parts, describe, parts_in, tree_leaves
 from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.hooks.attach import Switch, attach
 from hookkit.hooks.calls import recomputing
 from hookkit.hooks.values import is_transforming, snapshot
-from hookkit.inspection.preserve import real_inputs, untouched
+from hookkit.inspection.preserve import preserve_state, real_inputs
 
 WHO = "compare_models"
 Alone = Callable[[str, Inputs], tuple[Parts, str]]
@@ -134,7 +134,7 @@ def run(
     into.types |= {name: type(m).__name__ for name, m in modules.items()}
     into.functions |= {n for n, m in modules.items() if next(m.parameters(), None) is None}
     with ExitStack() as undo:
-        undo.enter_context(untouched(model))
+        undo.enter_context(preserve_state(model))
         undo.enter_context(torch.set_grad_enabled(loss is not None))
         for name, m in modules.items():
             if alone is not None:
@@ -184,7 +184,7 @@ def _params_of(m: nn.Module, compared: set[int]) -> list[tuple[str, nn.Parameter
 
 def sum_of_outputs(out: Any) -> Tensor:
     """The sum of all floating point tensors in what a model gave."""
-    parts = [t.sum() for t in leaves(out) if t.is_floating_point() and t.requires_grad]
+    parts = [t.sum() for t in tree_leaves(out) if t.is_floating_point() and t.requires_grad]
     if not parts:
         raise ArgumentError(
             f"{WHO}: grads=True, and no tensor that a model returns has a gradient. Give models "

@@ -1,6 +1,6 @@
 """`summary(model, *inputs)`: checks, the run, and the `Summary` that is built from it.
 
-Builds on `modelinfo` for the model's `Tree` and its `Trace`, and on `rows` and `result`.
+Builds on the model's `Tree` and its `Trace`, and on `summary_rows` and `summary_result`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookkit._core.checks import check_flag, check_module, check_number, kind_of
-from hookkit._core.pytree import Inputs, describe, leaves
+from hookkit._core.pytree import Inputs, describe, tree_leaves
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.inspection.summary_drawing import checked_columns
 from hookkit.inspection.summary_result import Summary
@@ -131,7 +131,7 @@ def run_summary(
 
     def read(trace: Trace) -> tuple[Summary, Exception | None]:
         shown = (*notes, *([] if trace.saves else [_NO_SAVED]))
-        dtypes = ", ".join(dict.fromkeys(map(dtype_name, leaves(inputs))))
+        dtypes = ", ".join(dict.fromkeys(map(dtype_name, tree_leaves(inputs))))
         text = f"{describe(inputs)} {dtypes}".rstrip()  # `1×128 int64`
         return build(tree, trace, opt, view, text, shown), trace.error
 
@@ -230,7 +230,7 @@ def _read(opt: Optimizer) -> dict[str, Any]:
                 **{k: float(x) for k, x in numbers.items()},
             }
         )
-    held = {storage_of(t) for state in opt.state.values() for t in leaves(dict(state))}
+    held = {storage_of(t) for state in opt.state.values() for t in tree_leaves(dict(state))}
     is_known = held or kind in ("SGD", "Adam", "AdamW")
     return {
         "name": kind,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hookkit._core.graph import graph_nodes
 from hookkit._core.modules import can_run
-from hookkit._core.pytree import Inputs, describe, leaves
+from hookkit._core.pytree import Inputs, describe, tree_leaves
 from hookkit.inspection.macs import formula_of, name_of
 from hookkit.inspection.preserve import Operations, written_by
 from hookkit.inspection.tree import Tree, dtype_name, storage_of
@@ -173,7 +173,7 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
         text = describe(out)
         if text not in call.outputs:
             call.outputs.append(text)
-            names = map(dtype_name, leaves(out))
+            names = map(dtype_name, tree_leaves(out))
             call.dtypes = [*dict.fromkeys([*call.dtypes, *names])]
 
     def pack(self, t: Tensor) -> Saved:
@@ -206,7 +206,7 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
         # what a checkpoint recomputes is not in the graph yet
         if nodes and not any("Checkpoint" in node.name() for node in nodes):
             reached = {id(node.variable) for node in nodes if hasattr(node, "variable")}
-            reached |= set(map(id, leaves(out)))
+            reached |= set(map(id, tree_leaves(out)))
             self.trace.unused = tuple(
                 name for name, p in self.tree.params if p.requires_grad and id(p) not in reached
             )

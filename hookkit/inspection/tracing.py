@@ -1,7 +1,7 @@
 """`trace`: one run of a model that changes nothing, recorded by module.
 
-Builds on `untouched`, `tracer` and `fakes`. The model itself runs, for real; a run that gets long
-or large is stopped and repeated on fake tensors, which have shapes and no values.
+Builds on `preserve_state`, `tracer`, `fake_run`. The model itself runs, for real; a run that gets
+long or large is stopped and repeated on fake tensors, which have shapes and no values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hookkit._core.pytree import Inputs
 from hookkit.errors import ArgumentError
 from hookkit.inspection.fake_run import may_run_fake, run_fake
-from hookkit.inspection.preserve import copied_inputs, real_inputs, set_mode, untouched
+from hookkit.inspection.preserve import copied_inputs, preserve_state, real_inputs, set_mode
 from hookkit.inspection.tracer import Stopped, Trace, Tracer
 from hookkit.inspection.tree import Tree
 
@@ -110,7 +110,7 @@ def _once(
     Without `saves` it does not see saved tensors, which torch.func refuses.
     """
     with ExitStack() as stack:
-        write = stack.enter_context(untouched(tree, watch=False))
+        write = stack.enter_context(preserve_state(tree, watch=False))
         set_mode(tree, training)
         bound = [(MAX_MACS, MAX_SAVED_BYTES)] if bounded else []
         is_meta = any(t.is_meta for t in tree.tensors)

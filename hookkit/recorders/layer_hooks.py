@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hookkit._core.messages import warn
-from hookkit._core.pytree import Inputs, named_leaves, put, tmap
+from hookkit._core.pytree import Inputs, tree_leaves_with_path, tree_map, tree_set
 from hookkit.hooks.attach import Switch, attach, call_with_note, remove_all, short_repr
 from hookkit.hooks.calls import call_kind, graph_task, is_compiling, is_tracing
 from hookkit.hooks.grads import listen_output
@@ -80,8 +80,8 @@ class LayerHooks(Switch):
             if path:
                 output = part_at(output, path, self.who, lambda: short_repr(module))
             if function is not None:
-                inputs = tmap(Tensor.detach, Inputs(args, kwargs))
-                output = call_with_note(function, module, inputs, tmap(Tensor.detach, output))
+                inputs = tree_map(Tensor.detach, Inputs(args, kwargs))
+                output = call_with_note(function, module, inputs, tree_map(Tensor.detach, output))
             if isinstance(output, Tensor):  # most calls
                 self.target.update(row, 0, "", output)
             else:
@@ -113,7 +113,7 @@ class LayerHooks(Switch):
             if isinstance(part, Tensor):
                 paths = [""]
             else:
-                paths = [at for at, _ in named_leaves(part)]
+                paths = [at for at, _ in tree_leaves_with_path(part)]
             if is_compiling():
 
                 def receive(i: int, grad: Tensor) -> None:
@@ -125,7 +125,7 @@ class LayerHooks(Switch):
                     output.register_hook(partial(receive, 0))
                     return None
             new = listen_output(module, args, kwargs, part, receive)
-            return None if new is None else put(output, path, new)
+            return None if new is None else tree_set(output, path, new)
 
         def show(module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
             assert function is not None
@@ -138,7 +138,7 @@ class LayerHooks(Switch):
             self._handles.append(attach(module, hook, edit=True, observes=True, switch=self))
 
     def _show(self, row: int, seen: Any) -> None:
-        for number, (path, t) in enumerate(named_leaves(seen)):
+        for number, (path, t) in enumerate(tree_leaves_with_path(seen)):
             self.target.update(row, number, path, t)
 
     def _receive(
@@ -221,4 +221,4 @@ def _makes_loss(output: Any) -> bool:
     """
     if not is_compiling() and (graph_task() != -1 or is_tracing()):
         return False
-    return any(t.requires_grad for _, t in named_leaves(output))
+    return any(t.requires_grad for _, t in tree_leaves_with_path(output))

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from hookkit._core.devices import widest_float
-from hookkit._core.pytree import leaves
+from hookkit._core.pytree import tree_leaves
 from hookkit.hooks.values import is_transforming
 from hookkit.recorders.kept_gradients import KeptGradients
 from hookkit.recorders.loss_graph import FOUND, is_found, loss_facts
@@ -105,7 +105,7 @@ class TrainingProbes:
         if len(self._batches) >= MANY or torch.compiler.is_compiling() or is_transforming():
             return
         with torch.no_grad():
-            for now in fingerprints(leaves(xb)):
+            for now in fingerprints(tree_leaves(xb)):
                 # the largest: a closure evaluates the same batch again
                 before = now if self._batch is None else self._batch.to(now.device)
                 self._batch = torch.maximum(before, now)
@@ -128,7 +128,7 @@ class TrainingProbes:
         if self._of_backward is None:
             if self._tries > 0 and not is_transforming():
                 self._tries -= 1
-                for node in {t.grad_fn for t in leaves(pred) if t.grad_fn is not None}:
+                for node in {t.grad_fn for t in tree_leaves(pred) if t.grad_fn is not None}:
                     node.register_prehook(partial(self._see_backward, get_ident()))
             if found is not None and found.grad_fn is not None:
                 self._model_returns, node = True, found.grad_fn

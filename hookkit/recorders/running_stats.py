@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from hookkit._core.devices import to_host_async
-from hookkit._core.pytree import leaves
+from hookkit._core.pytree import tree_leaves
 from hookkit.hooks.values import is_transforming
 from hookkit.recorders import step_recorder, triton_rows, unit_stats as units
 from hookkit.recorders.bins import LogBins, RangeBins, count, narrowed, sample_of
@@ -215,7 +215,7 @@ class RunningStats:
 
     def update_inputs(self, row: int, inputs: Any) -> None:
         """Keeps the RMS of the first tensor that a layer is given, if it has floats."""
-        t = None if is_transforming() else next(iter(leaves(inputs)), None)
+        t = None if is_transforming() else next(iter(tree_leaves(inputs)), None)
         x = plain(t) if t is not None and t.is_floating_point() else None
         if x is not None and x.numel():
             with torch.inference_mode(False), torch.no_grad():

@@ -24,7 +24,7 @@ from hookkit._core.checks import check_callable, check_module, check_number
 from hookkit._core.files import atomic_write
 from hookkit._core.messages import warn
 from hookkit._core.modules import unwrap
-from hookkit._core.pytree import describe, tmap
+from hookkit._core.pytree import describe, tree_map
 from hookkit.callbacks import DEFAULT_CALLBACKS, ProgressCallback, Recorder, SchedulerCallback
 from hookkit.callbacks.events import CANCEL_EXCEPTIONS, CANCELS
 from hookkit.callbacks.optimizers import (
@@ -256,7 +256,7 @@ class Learner(Loop, Reportable):
     ) -> SuggestedLRs:
         """Suggest learning rates to train with, by a short training with a growing one.
 
-        Model (see `untouched`), optimizer, random states, counts and records are as before.
+        Model (see `preserve_state`), optimizer, random states, counts and records are as before.
         Callbacks that record, save or schedule do not run; others do.
 
         Args:
@@ -658,7 +658,7 @@ class Learner(Loop, Reportable):
         plain = loader is None or loader.batch_size is None  # its data set has batches
         batch = (default_collate if plain else loader.collate_fn)([item])
         preds, _ = self.get_preds(dl=[batch])
-        return tmap(lambda t: t[0], preds)
+        return tree_map(lambda t: t[0], preds)
 
     def _needs_data(self, who: str) -> None:
         if self.dls is None:

@@ -19,7 +19,7 @@ from hookkit.callbacks.events import CancelFitException, CancelValidException
 from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.callbacks.loss_log import LossLog
 from hookkit.errors import ModelRunError, OptionError
-from hookkit.inspection.preserve import untouched
+from hookkit.inspection.preserve import preserve_state
 from hookkit.recorders.probes import TrainingProbes
 from hookkit.recorders.step_recorder import StepRecorder
 from hookkit.records import Floats
@@ -106,7 +106,7 @@ def find_lr(
                 undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
         learn.probes, learn.losses, learn.epochs = TrainingProbes(), LossLog(), []
         undo.enter_context(generators_kept(*learn.dls or ()))
-        undo.enter_context(untouched(learn.model, params=True, observers=True))
+        undo.enter_context(preserve_state(learn.model, params=True, observers=True))
         undo.enter_context(learn.removed_cbs(off))
         undo.enter_context(learn.no_logging())
         learn.fit(num_it, cbs=[recorder, finder])  # an epoch has one batch at least

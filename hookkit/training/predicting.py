@@ -8,7 +8,7 @@ from torch import Tensor, cat, stack
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
 
 from hookkit._core.batches import has_samples
-from hookkit._core.pytree import PLAIN, is_container, leaves, parts_of, rebuilt, tmap
+from hookkit._core.pytree import PLAIN, is_container, parts_of, tree_leaves, tree_map, tree_rebuild
 from hookkit.callbacks import Callback
 from hookkit.callbacks.metrics import gathered
 
@@ -24,7 +24,7 @@ class Keep(Callback):
 
     def before_batch(self) -> None:
         """Copies the input before the model can change it."""
-        self._x = tmap(lambda t: t.detach().clone(), self.learn.x) if self.with_input else None
+        self._x = tree_map(lambda t: t.detach().clone(), self.learn.x) if self.with_input else None
 
     def after_batch(self) -> None:
         """Keeps the batch, unless it was cancelled before there was a prediction."""
@@ -35,7 +35,7 @@ class Keep(Callback):
         if self.with_loss:
             batch.append(_losses(learn))
         batch = gathered(learn, tuple(batch))
-        self.batches.append(tmap(lambda t: t.detach().to("cpu", copy=True), batch))
+        self.batches.append(tree_map(lambda t: t.detach().to("cpu", copy=True), batch))
 
 
 def _losses(learn: Any) -> Any:
@@ -65,7 +65,7 @@ def joined(batches: list[Any]) -> Any:
     first = batches[0]
     if isinstance(first, Tensor):
         return cat(batches) if first.ndim else stack(batches)
-    if type(first) in (list, tuple) and (has_samples(first) or not leaves(first)):
+    if type(first) in (list, tuple) and (has_samples(first) or not tree_leaves(first)):
         return type(first)(item for batch in batches for item in batch)
     if not is_container(first):
         constant = type(first) in PLAIN and all(batch == first for batch in batches)
@@ -73,7 +73,7 @@ def joined(batches: list[Any]) -> Any:
     parts = [dict(parts_of(batch)) for batch in batches]
     if other := next((p for p in parts if p.keys() != parts[0].keys()), None):
         raise ValueError(f"a batch has {list(other)}, and the first one {list(parts[0])}")
-    return rebuilt(first, [joined([p[step] for p in parts]) for step in parts[0]])
+    return tree_rebuild(first, [joined([p[step] for p in parts]) for step in parts[0]])
 
 
 def loader_of(learn: Any, ds_idx: int, dl: Any, who: str) -> Any:

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookkit._core.messages import warn
 from hookkit._core.modules import unwrap, wrappers
-from hookkit._core.pytree import named_leaves
+from hookkit._core.pytree import tree_leaves_with_path
 from hookkit.callbacks.events import CancelStepException
 from hookkit.callbacks.optimizers import ids_of, skips_step, stepping_scaler
 from hookkit.errors import HookError, NeverFiredWarning
@@ -516,7 +516,7 @@ def loss_in(output: Any) -> tuple[Tensor | None, bool]:
     """
     if isinstance(output, Tensor):
         return output if output.dim() == 0 and output.requires_grad else None, False
-    scalars = {p: t for p, t in named_leaves(output) if t.dim() == 0 and t.requires_grad}
+    scalars = {p: t for p, t in tree_leaves_with_path(output) if t.dim() == 0 and t.requires_grad}
     for path in (".loss", "['loss']"):
         if path in scalars:
             return scalars[path], False

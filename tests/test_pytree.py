@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
-from hookkit._core.pytree import Inputs, describe, leaves, named_leaves, pick, put, tmap
+from hookkit._core.pytree import (
+    Inputs,
+    describe,
+    tree_get,
+    tree_leaves,
+    tree_leaves_with_path,
+    tree_map,
+    tree_set,
+)
 
 A, B = torch.arange(6.0).view(2, 3), torch.ones(4)
 Pair = collections.namedtuple("Pair", ["h", "c"])
@@ -83,22 +91,22 @@ STRUCTURES: dict[str, tuple[Any, list[str], str]] = {
 def test_a_structure_is_walked_mapped_and_described(name: str) -> None:
     x, paths, text = STRUCTURES[name]
 
-    twice = tmap(lambda t: t * 2, x)
+    twice = tree_map(lambda t: t * 2, x)
 
-    assert [p for p, _ in named_leaves(x)] == paths
+    assert [p for p, _ in tree_leaves_with_path(x)] == paths
     assert describe(x) == text
     assert type(twice) is type(x)
-    assert [p for p, _ in named_leaves(twice)] == paths
-    for path, t in named_leaves(x):
-        assert pick(x, path) is t
-        assert torch.equal(pick(twice, path), t * 2)
-        assert pick(put(x, path, None), path) is None
-    assert all(a is b for a, (_, b) in zip(leaves(x), named_leaves(x), strict=True))
-    assert tmap(lambda t: t, x) is x
+    assert [p for p, _ in tree_leaves_with_path(twice)] == paths
+    for path, t in tree_leaves_with_path(x):
+        assert tree_get(x, path) is t
+        assert torch.equal(tree_get(twice, path), t * 2)
+        assert tree_get(tree_set(x, path, None), path) is None
+    assert all(a is b for a, (_, b) in zip(tree_leaves(x), tree_leaves_with_path(x), strict=True))
+    assert tree_map(lambda t: t, x) is x
 
 
 def test_attributes_of_a_model_output_follow_its_keys() -> None:
-    out = tmap(lambda t: t + 1, Output(y=A))
+    out = tree_map(lambda t: t + 1, Output(y=A))
 
     assert out.y is out["y"]
 
@@ -106,10 +114,10 @@ def test_attributes_of_a_model_output_follow_its_keys() -> None:
 def test_a_packed_sequence_is_its_data_and_stays_one() -> None:
     x = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
 
-    y = tmap(lambda t: t * 2, x)
+    y = tree_map(lambda t: t * 2, x)
 
     assert isinstance(y, PackedSequence)
-    assert leaves(x) == [x.data]
+    assert tree_leaves(x) == [x.data]
     assert describe(x) == "PackedSequence(data=5)"
     assert pad_packed_sequence(y)[0].sum() == 10
 
@@ -118,11 +126,14 @@ def test_hugging_face_outputs_keep_their_type() -> None:
     outputs = pytest.importorskip("transformers.modeling_outputs")
     x = outputs.BaseModelOutput(last_hidden_state=A, hidden_states=(A, B))
 
-    y = tmap(lambda t: t + 1, x)
+    y = tree_map(lambda t: t + 1, x)
 
     assert type(y) is type(x)
     assert y.last_hidden_state is y["last_hidden_state"] is y[0]
-    assert [p for p, _ in named_leaves(x)][1:] == ["['hidden_states'][0]", "['hidden_states'][1]"]
+    assert [p for p, _ in tree_leaves_with_path(x)][1:] == [
+        "['hidden_states'][0]",
+        "['hidden_states'][1]",
+    ]
 
 
 def test_inputs_are_read_by_position_and_by_name() -> None:
@@ -142,30 +153,30 @@ def test_inputs_are_read_by_position_and_by_name() -> None:
 )
 def test_a_key_of_any_text_is_read_and_replaced_by_its_own_path(key: Any) -> None:
     x = {"0": A, key: A, "-1": A}
-    path = named_leaves(x)[1][0]
+    path = tree_leaves_with_path(x)[1][0]
 
-    assert put(x, path, 9) == {"0": A, key: 9, "-1": A}
-    assert pick(x, path) is A
+    assert tree_set(x, path, 9) == {"0": A, key: 9, "-1": A}
+    assert tree_get(x, path) is A
 
 
 def test_an_attribute_of_a_tuple_or_mapping_is_replaced_by_its_name() -> None:
-    assert put(Pair(A, A), ".c", 3) == Pair(A, 3)
-    assert put(Output(y=A, z=A), ".z", 3).y is A
-    assert put(torch.ones(2, 3).max(0), ".indices", 3)[1] == 3
+    assert tree_set(Pair(A, A), ".c", 3) == Pair(A, 3)
+    assert tree_set(Output(y=A, z=A), ".z", 3).y is A
+    assert tree_set(torch.ones(2, 3).max(0), ".indices", 3)[1] == 3
 
 
 def test_pick_and_put_take_other_spellings_of_a_path() -> None:
-    assert put(Pair(A, B), "[1]", 3) == Pair(A, 3)
-    assert pick(Pair(A, B), "[-1]") is B
-    assert put((1, 2), "[-1]", 3) == (1, 3)
-    assert put(Output(y=A), '["y"]', 3).y == 3
-    assert put(Inputs((1, 2), {"k": 3}), "[-1]", 9) == Inputs((1, 9), {"k": 3})
+    assert tree_set(Pair(A, B), "[1]", 3) == Pair(A, 3)
+    assert tree_get(Pair(A, B), "[-1]") is B
+    assert tree_set((1, 2), "[-1]", 3) == (1, 3)
+    assert tree_set(Output(y=A), '["y"]', 3).y == 3
+    assert tree_set(Inputs((1, 2), {"k": 3}), "[-1]", 9) == Inputs((1, 9), {"k": 3})
 
 
 @pytest.mark.parametrize("path", ["0", "a.b", "[x]", "[0", "..a"])
 def test_a_path_that_cannot_be_read_is_an_error(path: str) -> None:
     with pytest.raises(ValueError, match="cannot read the path"):
-        pick((A,), path)
+        tree_get((A,), path)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -179,6 +190,6 @@ def test_a_tensor_has_no_parts() -> None:
     """`[0]` would be the first sample of a layer that returns a tensor and no tuple."""
     for path in ("[0]", "[0][1]"):
         with pytest.raises(LookupError, match="no parts"):
-            pick(torch.ones(2, 3), path)
+            tree_get(torch.ones(2, 3), path)
     with pytest.raises(LookupError, match="no parts"):
-        put((torch.ones(2),), "[0][1]", 0)
+        tree_set((torch.ones(2),), "[0][1]", 0)

@@ -1,4 +1,4 @@
-"""`untouched` puts a model and the process back, whatever ran inside it."""
+"""`preserve_state` puts a model and the process back, whatever ran inside it."""
 
 import copy
 import random
@@ -17,7 +17,7 @@ from hooked import fingerprint
 from torch import Tensor, nn
 
 from hookkit import Hooks, edit_output, hook_output
-from hookkit.inspection.preserve import untouched
+from hookkit.inspection.preserve import preserve_state
 
 
 class Odd(nn.Module):
@@ -52,7 +52,7 @@ def test_a_forward_that_changes_everything_changes_nothing(fails: bool) -> None:
     before = fingerprint(model, (x,), {})
 
     try:
-        with untouched(model):
+        with preserve_state(model):
             model(x)
             assert fingerprint(model, (x,), {}) != before
             if fails:
@@ -84,7 +84,7 @@ def test_params_that_are_written_are_put_back(
     model(torch.ones(1, 3)).sum().backward()
     before = fingerprint(model, (), {}), model.weight.grad.clone()
 
-    with untouched(model, params=params), torch.no_grad():
+    with preserve_state(model, params=params), torch.no_grad():
         write(model)
 
     assert fingerprint(model, (), {}) == before[0]
@@ -125,7 +125,7 @@ def test_nothing_that_computes_its_content_is_read() -> None:
     model.acts = Makes(relu=nn.ReLU)  # type: ignore[assignment]
     model.items = [LoadsList("ab"), Loads(), weakref.proxy(model)]  # type: ignore[assignment]
 
-    with untouched(model):
+    with preserve_state(model):
         model.acts["gelu"] = nn.GELU  # type: ignore[index, operator]
         model.acts.move_to_end("relu")  # type: ignore[operator, union-attr]
         list.append(model.items[0], "c")  # type: ignore[index, arg-type]
@@ -185,7 +185,7 @@ def test_what_attributes_hold_is_put_back(params: bool) -> None:
     model, x = Holds(), torch.ones(3, 2)
     before, cached = model.state(), model.cache[0]
 
-    with untouched(model, params=params):
+    with preserve_state(model, params=params):
         model(x)
         changed = model.state()
 
@@ -198,9 +198,9 @@ def test_flex_attention_runs_in_a_process_that_has_compiled_nothing() -> None:
     code = """if True:
         import torch
         from torch.nn.attention.flex_attention import flex_attention
-        from hookkit.inspection.preserve import untouched
+        from hookkit.inspection.preserve import preserve_state
         q = torch.ones(1, 1, 4, 2)
-        with untouched(torch.nn.Identity()):
+        with preserve_state(torch.nn.Identity()):
             assert flex_attention(q, q, q).shape == q.shape
     """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
@@ -210,7 +210,7 @@ def test_replaced_memory_is_put_back() -> None:
     model = nn.BatchNorm1d(3)
     weight, mean = model.weight.data_ptr(), model.running_mean.data_ptr()
 
-    with untouched(model):
+    with preserve_state(model):
         model.weight.data = torch.zeros(4)
         model.running_mean.data = torch.ones(3)
 
@@ -224,7 +224,7 @@ def test_a_graph_from_before_can_still_be_used(training: bool) -> None:
     x = torch.randn(2, 3, requires_grad=True)
     loss = (x * model.running_var).sum() + model(x).sum()
 
-    with untouched(model, params=True):
+    with preserve_state(model, params=True):
         model.train(training)(x)
 
     loss.backward()
@@ -233,7 +233,7 @@ def test_a_graph_from_before_can_still_be_used(training: bool) -> None:
 def test_lazy_modules_stay_lazy() -> None:
     model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
 
-    with untouched(model):
+    with preserve_state(model):
         model(torch.ones(2, 5))
 
     assert [type(m) for m in model] == [nn.LazyLinear, nn.LazyBatchNorm1d]
@@ -252,7 +252,7 @@ def test_hooks_that_observe_are_off_and_back_in_their_order() -> None:
         edit_output(model[0], lambda o: o + 1),
     ):
         hooks = list(model[0]._forward_hooks.items())
-        with untouched(model):
+        with preserve_state(model):
             edited = model(torch.zeros(1, 3))
         assert list(model[0]._forward_hooks.items()) == hooks
         assert (h.n_calls, g.n_calls, calls) == (0, 0, ["own"])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from hookkit._core.pytree import Inputs, leaves
+from hookkit._core.pytree import Inputs, tree_leaves
 from hookkit.edits import (
     add,
     edit_grad,
@@ -172,7 +172,7 @@ def test_capture_and_edit_see_each_other_in_the_order_written(hook: Any, edit: A
     ):
         layer(x).sum().backward()
 
-    assert [leaves(h.stored)[0][0].item() for h in (first, second, third)] == [1, 2, 20]
+    assert [tree_leaves(h.stored)[0][0].item() for h in (first, second, third)] == [1, 2, 20]
 
 
 # --- inputs
@@ -268,7 +268,7 @@ def test_replace_takes_a_structure() -> None:
 
     assert torch.equal(out[1][0], torch.zeros(2))
     with edit_output(layer, replace(0.0)):
-        assert all(t.abs().max() == 0 for t in leaves(layer(torch.randn(2))))
+        assert all(t.abs().max() == 0 for t in tree_leaves(layer(torch.randn(2))))
 
 
 # --- patch_from
@@ -315,7 +315,7 @@ def test_a_replacement_of_another_structure_names_the_layer(make: Any) -> None:
 
     with (
         pytest.raises(HookError, match=r"edit_output on 'net' \(Gives\): the replacement is 1×4"),
-        edit_outputs(select(net, "net"), lambda m, i, o: leaves(o)[0].reshape(1, 4)),
+        edit_outputs(select(net, "net"), lambda m, i, o: tree_leaves(o)[0].reshape(1, 4)),
     ):
         net["net"](torch.randn(1, 4))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from health_loops import LOOPS, Headed, blobs, fit, net, sgd, train
+from diagnosis_loops import LOOPS, Headed, blobs, fit, net, sgd, train
 from torch import nn
 
 from hookkit import FlightRecorder, GradientStats, ParamStats, Run, diagnose, watch

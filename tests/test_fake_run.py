@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.testing import assert_close
 
-from hookkit._core.pytree import leaves
+from hookkit._core.pytree import tree_leaves
 from hookkit.errors import ModelRunError
 from hookkit.hooks import Hook
 from hookkit.inspection import summary, tracing
@@ -172,7 +172,7 @@ def test_a_patched_forward_is_seen_and_loses_nothing(run: str) -> None:
 @pytest.mark.usefixtures("fake")
 def test_hooks_of_the_user_get_real_tensors(register: Any) -> None:
     net, seen = nn.Sequential(nn.Linear(4, 4)), list[Any]()
-    handle = register(net, lambda m, i, o=None: seen.extend(leaves((i, o))))
+    handle = register(net, lambda m, i, o=None: seen.extend(tree_leaves((i, o))))
 
     s = summary(net, torch.ones(1, 4))
     handle.remove()

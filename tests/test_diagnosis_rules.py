@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from health_loops import LOOPS
+from diagnosis_loops import LOOPS
 
 from hookkit.diagnosis import RULES, diagnose
 
