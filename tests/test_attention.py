@@ -166,7 +166,7 @@ def test_a_device_without_autocast() -> None:
     assert found[""].shape == (2, 3, 5, 5)
 
 
-def test_nested_tensors_are_an_error() -> None:
+def test_pytree_tensors_are_an_error() -> None:
     x = torch.nested.nested_tensor(
         [torch.randn(2, 3, 8), torch.randn(2, 5, 8)], layout=torch.jagged
     )

@@ -305,7 +305,7 @@ def test_rows_of_other_lengths_are_a_difference() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_said_not_to_be_compared() -> None:
+def test_pytree_tensors_are_said_not_to_be_compared() -> None:
     model = Gives(lambda x: torch.nested.nested_tensor([x[:2], x[2:]]))
 
     row = compare_models(model, model, X, isolate=True).first

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fastcore.foundation import L
 from hooked import Gives, n_hooks
-from test_nested import STRUCTURES
+from test_pytree import STRUCTURES
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -211,7 +211,7 @@ def test_the_graph_shows_which_matrix_stands_before_each(net, x, expected):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_tensors_are_no_obstacle(layout):
+def test_pytree_tensors_are_no_obstacle(layout):
     net = nn.Linear(4, 4)
     x = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=layout)
     opt = torch.optim.SGD(net.parameters(), 0.1)
