@@ -12,6 +12,8 @@ A model at a glance
     summary_result   `Summary`: the value, which draws itself by these two.
     summarizing      `summary`: checks, the run, and the `Summary` that is built from it.
     fastai_layout    fastai's layout of a summary, and a Learner's own.
+Which layer is first
+    first_difference The rule, and the base of all results that name a layer.
 Two models side by side
     comparing        `compare_models`: runs two models, or reads what was saved of one.
     comparison       `Comparison` and its rows: text and a frame.
