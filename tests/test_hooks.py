@@ -166,7 +166,7 @@ def test_every_name_of_a_shared_module_has_its_hook(options: Any, x: Tensor) -> 
 def test_an_unknown_name_is_answered_with_its_neighbours(net: nn.Sequential) -> None:
     h = hook_outputs({"encoder": net[0], "decoder": net[2]})
 
-    with pytest.raises(SelectionError, match=r"no hook is called \"encodr\". Nearest: 'encoder'"):
+    with pytest.raises(SelectionError, match=r"no hook is called \"encodr\". Nearest: \"encoder\""):
         _ = h["encodr"]
     h.remove()
 

@@ -317,7 +317,7 @@ def test_the_repr_of_a_selection(net: Net) -> None:
             'no module matches "blocks.*.attention". Nearest: "blocks.0.attn", "blocks.1.attn", '
             '"blocks.2.attn". print(select(model)) lists all.',
         ),
-        ("zzz", 'no module matches "zzz". Nearest: "stem", "blocks", "blocks.0". print('),
+        ("zzz", 'no module matches "zzz". There are "stem", "blocks", "blocks.0" and '),
         ("blocks.7", 'no module matches "blocks.7". Nearest: "blocks.0", "blocks.1", "blocks.2".'),
         ("attn", 'Nearest: "blocks.0.attn", "blocks.1.attn", "blocks.2.attn".'),
         ("stem.weight", 'no module matches "stem.weight". Nearest: "stem".'),

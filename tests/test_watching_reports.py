@@ -362,7 +362,7 @@ def test_callbacks_are_completed_by_name() -> None:
 
     assert {"activation_stats", "param_stats", "loss"} <= set(dir(w))
     assert w.activation_stats is acts
-    with pytest.raises(AttributeError, match=r"'activation_stat'.*Nearest: activation_stats"):
+    with pytest.raises(AttributeError, match=r"'activation_stat'.*Nearest: \"activation_stats\""):
         _ = w.activation_stat
 
 

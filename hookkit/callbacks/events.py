@@ -25,7 +25,7 @@ fit; no further event fires, but every callback's `cleanup_fit()` is called.
 
 from __future__ import annotations
 
-from hookkit._core.messages import nearest
+from hookkit._core.messages import nearest_text
 
 EVENTS = (
     "after_create",
@@ -105,11 +105,8 @@ CANCEL_EXCEPTIONS: tuple[type[Exception], ...] = tuple(CANCELS.values())
 def not_an_event(name: str) -> str:
     """Return the message for a name that is no event.
 
-    >>> not_an_event("on_end")
-    "'on_end' is not an event. hookkit.callbacks.events.EVENTS lists all 24."
+    >>> not_an_event("after_bach")  # doctest: +ELLIPSIS
+    '...after_bach... is not an event. Nearest: … hookkit.callbacks.events.EVENTS lists all 24.'
     """
-    near = nearest(name, EVENTS)
-    hint = f"Nearest: {', '.join(near)}. " if near else ""
-    return (
-        f"{name!r} is not an event. {hint}hookkit.callbacks.events.EVENTS lists all {len(EVENTS)}."
-    )
+    where = f"hookkit.callbacks.events.EVENTS lists all {len(EVENTS)}."
+    return f"{name!r} is not an event. {nearest_text(name, EVENTS)} {where}"

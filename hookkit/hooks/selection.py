@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from fnmatch import translate
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from hookkit._core.checks import OfLast, check_function, check_module, kind_of, shown
-from hookkit._core.messages import nearest
+from hookkit._core.messages import no_such
 from hookkit._core.modules import (
     calls_children,
     can_run,
@@ -37,6 +36,8 @@ __all__ = ["Selection", "Selector", "leaf_modules", "select", "unwrap"]
 
 _LEAF = re.compile(rf"(.*?)((?:{BRACKET})+)", re.DOTALL)
 _BRACES = re.compile(r"\{([^{}]*)\}")
+# `**.` at the start of a part, `.**` at the end, `*` and `?`, `[0-3]`, `{q,k}`
+_WILDCARD = re.compile(r"(?:^|(?<=\.))\*\*\.|\.\*\*$|\*+|\?|\[!?[^]]+\]|\{[^{}]*\}")
 _DOT = re.compile(r"\.(?![^\[]*\])")  # not one inside brackets
 
 
@@ -204,6 +205,50 @@ def expand(pattern: str) -> list[str]:
     return [text for mid in found[1].split(",") for text in expand(head + mid + tail)]
 
 
+def compile_glob(pattern: str) -> re.Pattern[str]:
+    """Compile a glob of module names to a regex, with one group for each of its wildcards.
+
+    Match whole names with it: `compile_glob(…).fullmatch(name)`. The group of a `**` that matches
+    no part is None.
+
+    Args:
+        pattern: as for `select`: `*` and `?` match inside one part of a name, `**` any number of
+            parts, also none, `[0-3]` one character, `{q,k}` one of several texts.
+
+    >>> compile_glob("layers.*.{q,k}_proj").fullmatch("layers.12.k_proj").groups()
+    ('12', 'k')
+    >>> glob = compile_glob("**.conv?")
+    >>> glob.fullmatch("a.b.conv1").groups(), glob.fullmatch("conv2").groups()
+    (('a.b', '1'), (None, '2'))
+    """
+    return re.compile(_regex_of(pattern))
+
+
+def _regex_of(glob: str, group: str = "(") -> str:
+    """Return a glob as the text of a regex, in which `group` opens the group of each wildcard."""
+    if glob == "**":
+        return f"{group}.*)"
+    regex, end = "", 0
+    for found in _WILDCARD.finditer(glob):
+        regex += re.escape(glob[end : found.start()])
+        text, end = found[0], found.end()
+        if text == "**.":
+            regex += rf"(?:{group}.+)\.)?"
+        elif text == ".**":
+            regex += rf"(?:\.{group}.+))?"
+        elif text[0] == "*":
+            regex += f"{group}[^.]*)"
+        elif text == "?":
+            regex += f"{group}[^.])"
+        elif text[0] == "[":
+            chars = text[1:-1].replace("\\", r"\\")
+            regex += f"{group}[{'^' + chars[1:] if chars[0] == '!' else chars}])"
+        else:  # wildcards inside braces have no groups of their own
+            either = [_regex_of(part, "(?:") for part in text[1:-1].split(",")]
+            regex += f"{group}{'|'.join(either)})"
+    return regex + re.escape(glob[end:])
+
+
 def _globbed(root: nn.Module, pattern: str) -> Iterator[Pick]:
     """The modules below `root` whose names match a glob without braces.
 
@@ -211,7 +256,7 @@ def _globbed(root: nn.Module, pattern: str) -> Iterator[Pick]:
     part of the glob left to match is not walked again: it would give the same modules.
     """
     words = _DOT.split(pattern)
-    matches = [re.compile(translate(word)).match for word in words]  # `**` is any key too
+    matches = [compile_glob(word).fullmatch for word in words]  # `**` is any key too
     seen = set[tuple[int, frozenset[int]]]()
 
     def reached(at: set[int]) -> frozenset[int]:
@@ -332,7 +377,13 @@ class _Finder:
             return [pick._replace(leaf=canonical(path[2])) for pick in picks]
         if picks := self.matched(text):
             return picks
-        raise SelectionError(f'no module matches "{text}". {self.near(text)}')
+        what = f'no module matches "{text}"'
+        if text.startswith("@"):
+            raise SelectionError(
+                f"{what}. Add the model's names to hookkit.hooks.ROLES, or select by name."
+            )
+        names = [name for name, _, _ in walk(self.root)]
+        raise no_such(what, text, names[1:] or names, "print(select(model)) lists all.")
 
     def matched(self, text: str) -> list[Pick]:
         """What a name, glob or role matches, without a path; nothing is no error here."""
@@ -348,16 +399,6 @@ class _Finder:
             elif any(c in pattern for c in "*?["):
                 picks += _globbed(self.root, pattern)
         return _running(picks)
-
-    def near(self, text: str) -> str:
-        """For a message: the names that are like `text`, or the first ones."""
-        if text.startswith("@"):
-            return "Add the model's names to hookkit.hooks.ROLES, or select by name."
-        names = [name for name, _, _ in walk(self.root)]
-        near = [name for name in names if name.endswith(f".{text}")][:3] or nearest(text, names)
-        near = [name for name in names if name in near] or names[1:4] or names
-        some = ", ".join(f'"{name}"' for name in near)
-        return f"Nearest: {some}. print(select(model)) lists all."
 
 
 def _running(picks: list[Pick]) -> list[Pick]:

@@ -9,8 +9,7 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor
 
-from hookkit._core.messages import nearest
-from hookkit.errors import SelectionError
+from hookkit._core.messages import no_such
 from hookkit.records import Record
 
 
@@ -26,12 +25,8 @@ class StatsList(L):  # type: ignore[misc]
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, str):
             if i not in self.names:
-                some = ", ".join(nearest(i, list(self.names)) or self.names[:5])
-                there = f"Its layers: {some}" if some else "It is a list of records"
-                raise SelectionError(
-                    f"stats has no layer {i!r}. {there}. Write stats[record][layer], such as "
-                    f"stats[-1][0]."
-                )
+                cure = "Write stats[record][layer], such as stats[-1][0]."
+                raise no_such(f"stats has no layer {i!r}", i, self.names, cure)
             i = self.names.index(i)
         if isinstance(i, (int, np.integer)) and not -len(self) <= i < len(self):
             raise IndexError(

@@ -17,7 +17,7 @@ import numpy as np
 
 from hookkit._core.checks import check_path, is_number, kind_of
 from hookkit._core.files import append_lines
-from hookkit._core.messages import nearest
+from hookkit._core.messages import nearest_text
 from hookkit.errors import ArgumentError, OptionError
 
 _USUAL = ("mean", "std", "rms", "near_zero", "nonfinite", "dead")
@@ -89,11 +89,8 @@ def _chosen(what: str, names: Any, run: Any, known: list[str]) -> list[str] | No
     chosen, empty = listed(names), not all(len(record) for record in run.records)
     for name in chosen if known and not empty else ():
         if not any(_matches(each, name) for each in known):
-            near = nearest(name, known) or dict.fromkeys(known)
-            raise OptionError(
-                f"log_to({what}=…) names {name!r}, which was not recorded. "
-                f"Use some of: {', '.join(list(near)[:12])}."
-            )
+            near = nearest_text(name, dict.fromkeys(known))
+            raise OptionError(f"log_to({what}=…) names {name!r}, which was not recorded. {near}")
     return chosen
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from hookkit._core.checks import check_path
 from hookkit._core.files import atomic_write
-from hookkit._core.messages import nearest
+from hookkit._core.messages import no_such
 from hookkit.errors import ArgumentError, OptionError, SelectionError
 from hookkit.records.logs import send
 from hookkit.records.plain import Floats, Ints, PlainValue, label
@@ -226,11 +226,8 @@ class Record(PlainValue, Reportable):
         if layer in self.names:
             return self.names.index(str(layer))
         if isinstance(layer, str):
-            near = nearest(layer, self.names) or list(self.names[:3])
-            raise SelectionError(
-                f'no recorded layer is called "{layer}". Nearest: {_some(near)}. '
-                f"`.names` lists all {n}."
-            )
+            what = f'no recorded layer is called "{layer}"'
+            raise no_such(what, layer, self.names, f"`.names` lists all {n}.")
         whole = isinstance(layer, (int, np.integer)) and not isinstance(layer, bool)
         if not whole or not -n <= layer < n:
             raise SelectionError(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hookkit._core import distributed as ranks
 from hookkit._core.checks import kind_of
-from hookkit._core.messages import nearest
+from hookkit._core.messages import nearest, nearest_text
 from hookkit._core.modules import class_name, unwrap
 from hookkit.callbacks.callback import Callback, around_fastai, is_of_fastai, method_for
 from hookkit.callbacks.events import BATCH_EVENTS, CANCEL_EXCEPTIONS, EVENTS, not_an_event
@@ -418,6 +418,6 @@ def instances(cbs: Any) -> list[Callback]:
 
 def no_attribute(obj: Any, name: str, who: str) -> AttributeError:
     """Return the error for a `name` that `obj` has not, with the public names that are near it."""
-    near = nearest(name, [n for n in dir(obj) if n[0] != "_"]) if name[0] != "_" else ()
-    hint = f" Nearest: {', '.join(near)}." if near else ""
+    near = nearest(name, [n for n in dir(obj) if n[0] != "_"]) if name[0] != "_" else []
+    hint = f" {nearest_text(name, near)}" if near else ""
     return AttributeError(f"{who} has {name!r}.{hint}", name=name, obj=obj)
