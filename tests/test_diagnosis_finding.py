@@ -1,6 +1,7 @@
 """What a finding and a diagnosis say, above all of what was not judged."""
 
 import dataclasses
+import json
 
 import made
 import numpy as np
@@ -22,10 +23,12 @@ def test_a_diagnosis_is_a_sequence_of_findings_and_notes_leave_it_healthy():
 
     assert found[0] is FOUND
     assert [*found] == [FOUND] == [*found.alarms]
+    assert found.first is FOUND
     assert (len(found), found.rules, found.healthy) == (1, ("dead",), False)
+    assert json.loads(json.dumps(found.to_dict()))["findings"][0]["layers"] == ["fc1"]
     assert str(found).startswith("1 error: 3 layers, 100 steps\n✗ error  dead")
     assert noted.healthy
-    assert noted.headline == "healthy, 1 note: 3 layers, 100 steps"
+    assert noted.verdict == "healthy, 1 note: 3 layers, 100 steps"
 
 
 def test_without_losses_no_run_is_healthy_and_the_cure_is_said():
@@ -33,7 +36,7 @@ def test_without_losses_no_run_is_healthy_and_the_cure_is_said():
 
     assert not found.healthy
     assert "below_zero" in found.not_judged["losses"]
-    assert "rules could not be asked" in found.headline
+    assert "rules could not be asked" in found.verdict
     assert "call w.loss(loss) in each batch, or give watch(…, loss_func=…)" in str(found)
 
 
@@ -47,14 +50,14 @@ def test_what_was_not_judged_is_said_of_any_run_with_the_rules_that_need_it():
     names = {rule.name for rule in RULES}
     assert {rule for rules in found.not_judged.values() for rule in rules} < names
     one_rank = diagnose(Run(losses=FALLING, info={"rank": "rank 1 of 2"}))
-    assert "rank 1 of 2 alone; gather() on every rank merges all" in one_rank.headline
+    assert "rank 1 of 2 alone; gather() on every rank merges all" in one_rank.verdict
 
 
 def test_of_nothing_there_is_no_verdict():
     found = diagnose(Run())
 
     assert not found.healthy
-    assert found.headline.startswith("nothing was recorded, no verdict")
+    assert found.verdict.startswith("nothing was recorded, no verdict")
 
 
 @pytest.mark.filterwarnings("ignore:watch saw 3 training batches")
@@ -92,4 +95,4 @@ def test_layers_without_a_value_are_named():
     values = {k: np.where([[True], [False]], x, np.nan) for k, x in run.activations.values.items()}
     found = diagnose(Run(dataclasses.replace(run.activations, values=values)))
 
-    assert "1 never gave a value (other)" in found.headline
+    assert "1 never gave a value (other)" in found.verdict

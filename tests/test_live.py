@@ -101,7 +101,7 @@ def test_at_the_end_it_looks_whatever_the_clock_says(capsys: pytest.CaptureFixtu
         assert capsys.readouterr().err == ""
         for _ in range(2):
             learn.fit(1)
-            verdict = f"step {learn.n_steps:,}: {learn.diagnose().headline}"
+            verdict = f"step {learn.n_steps:,}: {learn.diagnose().verdict}"
             assert capsys.readouterr().err.splitlines() == [verdict]
     assert repr(cb) == "ShowHealth(every_s=3600, no findings)"
     if find_spec("tqdm"):  # it lives beside the bar
@@ -116,7 +116,7 @@ def test_looks_take_about_2_percent_of_the_time(monkeypatch: pytest.MonkeyPatch)
     def slow(run: Any) -> Any:
         now[0] += 1.0
         looks.append(now[0])
-        return SimpleNamespace(headline="", __iter__=None)
+        return SimpleNamespace(verdict="", __iter__=None)
 
     monkeypatch.setattr(live, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(ShowHealth, "_show", lambda self, run, last: slow(run))

@@ -8,9 +8,9 @@ looks odd in a picture is a note. A run is healthy if its loss was seen and noth
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from html import escape
-from typing import overload
+from typing import Any, overload
 
 from hookkit._core.html import details, fragment, terms
 
@@ -115,22 +115,27 @@ class Diagnosis(Sequence[Finding]):
         return tuple(dict.fromkeys(f.rule for f in self.findings))
 
     @property
-    def headline(self) -> str:
-        """Say in one line the verdict, and how many layers and steps were judged."""
+    def first(self) -> Finding | None:
+        """Return the first finding, the gravest cause; None if there is none."""
+        return next(iter(self.findings), None)
+
+    @property
+    def verdict(self) -> str:
+        """Say in one line whether the run is healthy, and how many layers and steps were judged."""
         counts = [(sum(f.severity == s for f in self), s) for s in MARKS]
         found = [plural(n, severity) for n, severity in counts if n]
         n_unasked = len({rule for rules in self.not_judged.values() for rule in rules})
         if not self.n_layers and not self.n_steps and not self.findings:
-            verdict = "nothing was recorded, no verdict"
+            answer = "nothing was recorded, no verdict"
         elif self.alarms:
-            verdict = ", ".join(found)
+            answer = ", ".join(found)
         elif self.healthy:
-            verdict = ", ".join(["healthy", *found])
+            answer = ", ".join(["healthy", *found])
         else:
             unasked = f"but {plural(n_unasked, 'rule')} could not be asked"
-            verdict = ", ".join(["no alarm", *found, unasked])
+            answer = ", ".join(["no alarm", *found, unasked])
         judged = [plural(self.n_layers, "layer"), plural(self.n_steps, "step"), *self.remarks]
-        return f"{verdict}: {', '.join(judged)}"
+        return f"{answer}: {', '.join(judged)}"
 
     @overload
     def __getitem__(self, i: int) -> Finding: ...
@@ -148,14 +153,23 @@ class Diagnosis(Sequence[Finding]):
             cure = f": {CURES[what]}" if what in CURES and self.n_steps else ""
             yield f"{what} unknown ({plural(len(rules), 'rule')}){cure}", rules
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return verdict, findings and what was not judged, as values that JSON can write."""
+        return {
+            "verdict": self.verdict,
+            "healthy": self.healthy,
+            "findings": [asdict(f) for f in self.findings],
+            "not_judged": {what: list(rules) for what, rules in self.not_judged.items()},
+        }
+
     def __str__(self) -> str:
         unknown = [f"  {line}" for line, _ in self._unknown()]
-        return "\n".join([self.headline, *map(str, self.findings), *unknown])
+        return "\n".join([self.verdict, *map(str, self.findings), *unknown])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        html = f"<p>{escape(self.headline)}</p>"
+        html = f"<p>{escape(self.verdict)}</p>"
         for f in self.findings:
             where = f" ({f.where})" if f.where else ""
             head = f'<span class="tone">{f.severity}</span> '

@@ -103,7 +103,7 @@ class ShowHealth(Callback):
             image = picture(methodcaller("plot_run", run, findings=found), "The run so far")
             self._output.show(image + found._repr_html_(), str(found))
             return
-        for text in [str(f) for f in new[::-1]] + [found.headline] * (last and not self.findings):
+        for text in [str(f) for f in new[::-1]] + [found.verdict] * (last and not self.findings):
             tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)  # it prints above its bars
             say = tqdm.write if tqdm else print
             say(f"step {self.learn.n_steps:,}: {text}", file=sys.stderr)
