@@ -80,8 +80,8 @@ def test_figures_are_those_of_float64() -> None:
 
     assert row is not None
     apart = (a - b).abs()
-    assert row.max_abs == pytest.approx(float(apart.max()))
-    assert row.rel == pytest.approx(float(apart.norm() / a.norm()))
+    assert row.max_abs_error == pytest.approx(float(apart.max()))
+    assert row.rel_error == pytest.approx(float(apart.norm() / a.norm()))
     assert row.cosine == pytest.approx(float(torch.cosine_similarity(a.ravel(), b.ravel(), dim=0)))
     assert row.n_different == int((apart > 1e-5 + 1.3e-6 * a.abs()).sum())
     assert (row.type, row.shape) == ("Linear", (5, 16))
@@ -91,7 +91,7 @@ INF, NAN = math.inf, math.nan
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "max_abs", "rel", "n_different"),
+    ("a", "b", "max_abs_error", "rel_error", "n_different"),
     [
         ([1.0, NAN], [1.0, NAN], 0.0, 0.0, 0),
         ([1.0, INF], [1.0, INF], 0.0, 0.0, 0),
@@ -105,12 +105,16 @@ INF, NAN = math.inf, math.nan
     ],
 )
 def test_what_is_not_finite_zero_or_whole_is_compared(
-    a: list[float], b: list[float], max_abs: float, rel: float, n_different: int
+    a: list[float], b: list[float], max_abs_error: float, rel_error: float, n_different: int
 ) -> None:
-    for tolerance in (0.0, 1e-2) if max_abs == INF else (0.0,):
+    for tolerance in (0.0, 1e-2) if max_abs_error == INF else (0.0,):
         apart = difference(torch.tensor(a), torch.tensor(b), tolerance, 0.0)
 
-        assert (apart.max_abs, apart.rel, apart.n_different) == (max_abs, rel, n_different)
+        assert (apart.max_abs_error, apart.rel_error, apart.n_different) == (
+            max_abs_error,
+            rel_error,
+            n_different,
+        )
 
 
 def test_chunks_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +135,7 @@ def test_another_dtype_has_the_looser_tolerance() -> None:
     comparison = compare_models(model, half, x)
 
     assert comparison.first is None
-    assert comparison[0].rel > 1e-5
+    assert comparison[0].rel_error > 1e-5
     assert compare_models(model, half, x, rtol=0).first is not None
 
 
@@ -156,7 +160,7 @@ def test_a_call_and_a_tensor_that_one_side_lacks_are_differences(a: int, b: int)
     assert first is not None
     assert (first.name, first.call) == ("lin", 2)
     assert first.problem == f"not given by the {'second' if a > b else 'first'}"
-    assert comparison.unpaired == (f"lin call 2 ({side} only)", f"(model)[2] ({side} only)")
+    assert comparison.not_judged == (f"lin call 2 ({side} only)", f"(model)[2] ({side} only)")
     assert "lin call 2" in str(comparison)
 
 
@@ -242,7 +246,7 @@ def test_a_port_with_other_names_and_containers_is_paired() -> None:
 
     assert comparison.first is None
     assert comparison["4.1"][0].other_name == "blocks.0.1"
-    assert comparison.unpaired == ("stem (second only)",)
+    assert comparison.not_judged == ("stem (second only)",)
 
 
 def test_a_model_inside_another_one_is_paired_by_the_empty_name() -> None:
@@ -254,7 +258,7 @@ def test_a_model_inside_another_one_is_paired_by_the_empty_name() -> None:
 
     assert [r.other_name for r in inside] == ["body.0", "body.1", "body"]
     assert inside.first is outside.first is None
-    assert inside.unpaired == ("b (second only)", "(model) (second only)")
+    assert inside.not_judged == ("b (second only)", "(model) (second only)")
 
 
 def test_parts_of_what_is_a_layer_on_the_other_side_are_not_missing() -> None:
@@ -323,8 +327,8 @@ def test_isolated_layers_show_their_own_error_behind_another_one() -> None:
     assert different(comparison) == ["0", "4.0"]
     (behind,) = comparison["1"]
     assert (behind.own_rel, behind.own_different) == (0.0, 0)
-    assert behind.rel > 0.01
-    assert "9 differ, 2 by their own error, first 0 Linear" in comparison.headline
+    assert behind.rel_error > 0.01
+    assert "9 differ, 2 by their own error, first 0 Linear" in comparison.verdict
 
 
 def test_code_between_layers_is_an_own_error_of_the_module_around_them() -> None:
@@ -452,7 +456,7 @@ def test_gradients_of_outputs_and_parameters_are_compared() -> None:
     assert all(p.grad is None for m in (model, other) for p in m.parameters())
     model(X).square().sum().backward()
     (row,) = comparison["5.weight"]
-    assert row.max_abs == pytest.approx(float(model[5].weight.grad.abs().max()), rel=1e-5)
+    assert row.max_abs_error == pytest.approx(float(model[5].weight.grad.abs().max()), rel=1e-5)
 
 
 def test_gradients_of_outputs_are_what_retain_grad_gives() -> None:
@@ -463,7 +467,7 @@ def test_gradients_of_outputs_are_what_retain_grad_gives() -> None:
 
     (_, grad) = comparison["a"]
     active = float((model.a(X) > 0).sum())
-    assert (grad.what, grad.max_abs) == ("grad", 2.0)
+    assert (grad.what, grad.max_abs_error) == ("grad", 2.0)
     assert grad.n_different == active  # of what comes before the ReLU, which works in place
 
 
@@ -504,7 +508,7 @@ def test_a_parameter_without_a_partner_is_a_difference() -> None:
 
     parts = [f"b.parametrizations.weight.original{i}" for i in (0, 1)]
     assert different(comparison) == ["b.weight", *parts]
-    assert comparison.unpaired == (
+    assert comparison.not_judged == (
         "b.weight param grad (first only)",
         *(f"{part} param grad (second only)" for part in parts),
     )
@@ -637,7 +641,7 @@ def test_a_capture_has_the_tensors_in_objects(save: Any) -> None:
     assert compare_models(path, path).first is None
     found = compare_models(path, other, X)
     assert different(found) == ["b", "['cache'].keys[0]"]
-    assert found.unpaired == ("['set'] (set: not in a file)",)
+    assert found.not_judged == ("['set'] (set: not in a file)",)
 
 
 def test_tensors_without_values_are_a_difference() -> None:

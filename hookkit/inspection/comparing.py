@@ -128,7 +128,7 @@ def compare_models(
         if isinstance(other, nn.Module):
             run(other, theirs, fitted(given, one, other), second, used)
     except Exception as error:
-        error.add_note(f"{WHO}: raised by the second model; until then {so_far().headline}")
+        error.add_note(f"{WHO}: raised by the second model; until then {so_far().verdict}")
         raise
     comparison = so_far()
     if all(r.is_alone for r in comparison):

@@ -6,23 +6,18 @@ Builds on `texts`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-from hookkit._core.messages import no_such
 from hookkit._core.text import harmless, si, wrap
-from hookkit.errors import OptionError
-from hookkit.records.frames import pandas
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
+from hookkit.inspection.first_difference import Localisation
 
 MISSING, NOT_GIVEN = "no such layer in the ", "not given by the "  # "first" or "second"
 _NO_DIFFERENCE = "no difference beyond the tolerance"
 _WIDTH = 100  # columns
 _NEAR = 2  # rows shown on each side of the first that differs
-_HEAD = ("layer", "shape", "max_abs", "rel", "cosine", "n_different")
+_HEAD = ("layer", "shape", "max_abs_error", "rel_error", "cosine", "n_different")
 
 
 @dataclass(frozen=True)
@@ -39,13 +34,13 @@ class Row:
             `"param_grad"`, that of a parameter.
         call: the number of the module's call, from 0.
         shape: the first model's.
-        max_abs: the largest `|a − b|`.
-        rel: `‖a − b‖ / ‖a‖`.
+        max_abs_error: the largest `|a − b|`.
+        rel_error: `‖a − b‖ / ‖a‖`.
         cosine: of the angle between the two.
         n_different: elements beyond the tolerance.
-        own_rel: with `isolate=True`, `rel` for what the second model's module gives when it is
-            called alone on what the first one's received: without the errors of the layers before
-            it, with those of the layers inside. NaN where that is not known.
+        own_rel: with `isolate=True`, `rel_error` for what the second model's module gives when
+            it is called alone on what the first one's received: without the errors of the layers
+            before it, with those of the layers inside. NaN where that is not known.
         own_different: elements beyond the tolerance then; None where `own_rel` is NaN.
         own_note: why there is no own error, or which inputs the module was called without.
         problem: why the values could not be compared; `""` where they were.
@@ -57,8 +52,8 @@ class Row:
     what: str
     call: int
     shape: tuple[int, ...] = ()
-    max_abs: float = math.nan
-    rel: float = math.nan
+    max_abs_error: float = math.nan
+    rel_error: float = math.nan
     cosine: float = math.nan
     n_different: int = 0
     own_rel: float = math.nan
@@ -87,7 +82,7 @@ class Row:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(Localisation):
     """What two models have for each layer, in the order in which the first one's finish.
 
     Iterates over its rows; `c["layer"]` gives those of one layer, `c[0]` the first of all. It is
@@ -95,12 +90,13 @@ class Comparison:
 
     Attributes:
         rows: one for each tensor of each call; those that only the second has come last.
-        unpaired: what only one of the two has, in words; with `names=` also modules that are
+        not_judged: what only one of the two has, in words; with `names=` also modules that are
             built otherwise, and beside a file objects without tensors, which have no row.
     """
 
     rows: tuple[Row, ...]
-    unpaired: tuple[str, ...] = ()
+    not_judged: tuple[str, ...] = ()
+    _AGREES: ClassVar[str] = "the models agree"
 
     @property
     def different(self) -> tuple[Row, ...]:
@@ -125,32 +121,6 @@ class Comparison:
     def _isolated(self) -> bool:
         return any(r.own_different is not None for r in self.rows)
 
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __bool__(self) -> NoReturn:
-        raise OptionError(
-            "Comparison: its truth value could mean that the models agree, or that there are rows. "
-            "Ask `.first is None`, or `len(comparison)`."
-        )
-
-    def __getitem__(self, key: int | str) -> Any:
-        if not isinstance(key, str):
-            return self.rows[key]
-        rows = tuple(r for r in self.rows if key in (r.name, r.other_name))
-        if not rows:
-            names = dict.fromkeys(r.name for r in self.rows)
-            raise no_such(f'Comparison: no row is called "{key}"', key, names)
-        return rows
-
-    def __str__(self) -> str:
-        return self.text()
-
-    __repr__ = __str__
-
     def text(self) -> str:
         """The first difference and its neighbours, or with `isolate=True` the largest own errors.
 
@@ -161,10 +131,10 @@ class Comparison:
         marks = ["  ", *("→ " if r is self.first else "  " for r in rows)]
         lines = _lines(self._cells(rows)) if rows else []
         marked = [mark + line for mark, line in zip(marks, lines, strict=False)]
-        return "\n".join([self.headline, *marked, *wrap(self._rest(), _WIDTH, ". ")])
+        return "\n".join([self.verdict, *marked, *wrap(self._rest(), _WIDTH, ". ")])
 
     @property
-    def headline(self) -> str:
+    def verdict(self) -> str:
         """How many tensors were compared and where the first difference is, in one line."""
         both = [r for r in self.rows if not r.is_alone]
         n, n_beyond, n_alone = len(both), sum(r.differs for r in both), len(self) - len(both)
@@ -183,7 +153,7 @@ class Comparison:
     def _shown(self) -> tuple[Row, ...]:
         first = self.first
         if first is None:
-            apart = sorted((r for r in self.rows if r.rel > 0), key=lambda r: -r.rel)
+            apart = sorted((r for r in self.rows if r.rel_error > 0), key=lambda r: -r.rel_error)
             return tuple(apart[: 2 * _NEAR + 1])
         if self._isolated:
             largest = sorted(self.different, key=lambda r: -r.own_rel)[: 2 * _NEAR]
@@ -196,7 +166,12 @@ class Comparison:
         cells: list[tuple[str, ...]] = [(*_HEAD, *["own_rel"] * self._isolated)]
         for r in rows:
             own = "–" if r.own_different is None else f"{r.own_rel:.3g}"
-            numbers = (f"{r.max_abs:.3g}", f"{r.rel:.3g}", f"{r.cosine:.6f}", si(r.n_different))
+            numbers = (
+                f"{r.max_abs_error:.3g}",
+                f"{r.rel_error:.3g}",
+                f"{r.cosine:.6f}",
+                si(r.n_different),
+            )
             values = (r.problem, "", "", "") if r.problem else numbers
             shape = "×".join(map(str, r.shape)) or "scalar"
             cells.append((r.label, shape, *values, *[own] * self._isolated))
@@ -204,19 +179,11 @@ class Comparison:
 
     def _rest(self) -> list[str]:
         rest = ["Those that differ most are shown"] if self.first is None and self._shown() else []
-        rest += _listed("Unpaired", self.unpaired, ".unpaired")
+        rest += _listed("Not judged", self.not_judged, ".not_judged")
         if self._isolated:
             notes = {f"{r.name or '(model)'} ({r.own_note})": 0 for r in self.rows if r.own_note}
             rest += _listed("Not called alone as it is", [*notes], ".own_note")
         return rest
-
-    def to_df(self) -> DataFrame:
-        """A pandas DataFrame with a line for each row.
-
-        Raises:
-            MissingExtraError: pandas is not installed.
-        """
-        return pandas().DataFrame([asdict(r) for r in self.rows])
 
 
 def _is_around(row: Row, other: Row) -> bool:

@@ -37,15 +37,15 @@ class Difference(NamedTuple):
     """How far `b` is from `a`.
 
     Attributes:
-        max_abs: the largest `|a − b|`; infinite where only one of the two is NaN or infinite.
-        rel: `‖a − b‖ / ‖a‖`; infinite where that is not finite, or `a` is zero and `b` is not.
+        max_abs_error: the largest `|a − b|`; infinite where only one of the two is NaN or infinite.
+        rel_error: `‖a − b‖ / ‖a‖`; infinite if it is not finite, or `a` is zero and `b` is not.
         cosine: of the angle between them, over elements that are finite in both; NaN where one
             of them is zero.
         n_different: how many elements are beyond `atol + rtol · |a|`.
     """
 
-    max_abs: float
-    rel: float
+    max_abs_error: float
+    rel_error: float
     cosine: float
     n_different: int
 
@@ -59,7 +59,7 @@ def difference(
     the tolerances by default, those of the looser dtype.
 
     >>> difference(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]), 0.0, 0.1)
-    Difference(max_abs=0.5, rel=0.1, cosine=0.9984603532054123, n_different=1)
+    Difference(max_abs_error=0.5, rel_error=0.1, cosine=0.9984603532054123, n_different=1)
     """
     usual = [_TOLERANCES.get(t.dtype.to_real(), (0.0, 0.0)) for t in (a, b)]
     rtol = max(r for r, _ in usual) if rtol is None else rtol
@@ -75,10 +75,10 @@ def difference(
             dots = [torch.vdot(u, v).real for u, v in ((gap, gap), (x, x), (y, y), (x, y))]
             sums += torch.stack(dots)
     apart, size, other, dot = sums.tolist()
-    rel = math.sqrt(apart / size) if size else math.inf if apart else 0.0
+    rel_error = math.sqrt(apart / size) if size else math.inf if apart else 0.0
     length = math.sqrt(size) * math.sqrt(other)
     cosine = dot / length if length else 1.0 if size == other else math.nan
-    return Difference(most, rel, cosine, n_different)
+    return Difference(most, rel_error, cosine, n_different)
 
 
 def _gap(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:

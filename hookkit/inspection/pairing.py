@@ -123,7 +123,7 @@ def _with_own(row: Row, a: Any, own: Any, rtol: float | None, atol: float | None
     if a.shape != own.shape:
         return replace(row, own_rel=math.inf, own_different=a.numel())
     apart = difference(a, own, rtol, atol)
-    return replace(row, own_rel=apart.rel, own_different=apart.n_different)
+    return replace(row, own_rel=apart.rel_error, own_different=apart.n_different)
 
 
 def _equal(a: Any, b: Any) -> bool:
