@@ -59,9 +59,7 @@ def test_a_function_is_a_callback_for_its_event() -> None:
     learn.fit(1)
 
     assert seen == [cb, learn]
-    with pytest.raises(
-        OptionError, match=r"'after_bacth' is not an event. Nearest: \"after_batch\""
-    ):
+    with pytest.raises(OptionError, match=r"'after_bacth' is not an event\. Nearest: .after_batch"):
         Callback(after_bacth=print)
 
 

@@ -174,9 +174,9 @@ def test_a_layer_of_a_record_is_found_by_its_name(recorded: Any) -> None:
     stats, name = recorded.activation_stats.stats, recorded.activation_stats.names[1]
 
     assert stats[-1][name] is stats[-1][1]
-    with pytest.raises(SelectionError, match=r"no layer 'fc'\. Its layers: .*stats\[-1\]\[0"):
+    with pytest.raises(SelectionError, match=r"no layer 'fc'\. There are .*stats\[-1\]\[0"):
         stats[0]["fc"]
-    with pytest.raises(SelectionError, match=r"It is a list of records\. Write stats\[record\]"):
+    with pytest.raises(SelectionError, match=r"There are none\. Write stats\[record\]"):
         stats[name]
     with pytest.raises(IndexError, match="and 99 is none of them"):
         stats[99]

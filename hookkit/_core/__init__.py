@@ -9,5 +9,6 @@ text, html   Text widths; HTML.
 devices      What differs between devices.
 distributed  Which process this is, and what all processes have together.
 graph        The autograd graph behind a tensor.
+random_state The random states of the process and of loaders: saved, restored.
 batches      Batches and loaders: the inputs in a batch, moved to a device.
 """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hookkit._core.checks import kind_of
 from hookkit._core.pytree import is_container, parts_of, tree_leaves, tree_rebuild
+from hookkit._core.random_state import preserve_random_state
 from hookkit.errors import ArgumentError, ModelRunError
 
 
@@ -112,26 +112,7 @@ def first_batch(loader: Any, name: str) -> Any:
     if type(loader) is DataLoader:  # a class of its own may make batches in its own way
         loader = copy.copy(loader)
         loader.num_workers = loader.timeout = 0
-    with generators_kept(loader):
+    with preserve_random_state(loader):
         for batch in loader:
             return batch
     raise ModelRunError(no_batches(name))
-
-
-@contextmanager
-def generators_kept(*loaders: Any) -> Iterator[None]:
-    """Put back, at the end, the random generators that loaders draw from: theirs and torch's."""
-    with ExitStack() as undo:
-        for generator in (g for loader in loaders for g in generators_of(loader)):
-            undo.callback(generator.set_state, generator.get_state())
-        undo.enter_context(torch.random.fork_rng(devices=[]))
-        yield
-
-
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """The random generators of a loader and of its samplers, each once."""
-    batches = getattr(loader, "batch_sampler", None)
-    owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    generators = [getattr(owner, "generator", None) for owner in owners]
-    generators.append(getattr(loader, "synchronized_generator", None))  # accelerate's
-    return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())

@@ -105,8 +105,8 @@ CANCEL_EXCEPTIONS: tuple[type[Exception], ...] = tuple(CANCELS.values())
 def not_an_event(name: str) -> str:
     """Return the message for a name that is no event.
 
-    >>> not_an_event("after_bach")  # doctest: +ELLIPSIS
-    '...after_bach... is not an event. Nearest: … hookkit.callbacks.events.EVENTS lists all 24.'
+    >>> print(not_an_event("after_bach"))  # doctest: +ELLIPSIS
+    'after_bach' is not an event. Nearest: "after_batch", ... lists all 24.
     """
     where = f"hookkit.callbacks.events.EVENTS lists all {len(EVENTS)}."
     return f"{name!r} is not an event. {nearest_text(name, EVENTS)} {where}"

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from hookkit._core import distributed as ranks
 from hookkit._core.checks import check_flag, check_number
 from hookkit._core.pytree import tree_map
+from hookkit._core.random_state import random_state
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.inspection.activations import Activations, RowFiles
 from hookkit.inspection.layer_rows import Field, LayerRows
-from hookkit.inspection.preserve import preserve_state, process_state
+from hookkit.inspection.preserve import preserve_state
 
 
 def collect(
@@ -178,8 +179,7 @@ def _batches(source: LayerRows, size: int, room: int, random: torch.Generator) -
             for _, found, _ in source.run(until_full()):
                 parts.append(found)
                 n += len(found)
-            for put_back in process_state():  # `preserve_state` rewinds the random state
-                later.callback(put_back)
+            later.callback(random_state())  # `preserve_state` rewinds it
         ended = n < room
         order = torch.randperm(n, generator=random, device="cpu")
         shuffled = torch.cat(parts)[order.to(parts[0].device)]

@@ -8,7 +8,6 @@ copy, so that closures, caches and hooks find what they refer to.
 from __future__ import annotations
 
 import copy
-import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -16,7 +15,6 @@ from functools import cache, partial
 from types import GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hookkit._core.pytree import PLAIN, Inputs, tree_leaves, tree_map
+from hookkit._core.random_state import random_state
 from hookkit.hooks import Hook
 from hookkit.hooks.attach import AttachedFunction
 from hookkit.hooks.eager import layer_by_layer
@@ -92,7 +91,8 @@ def preserve_state(
     for t in contents.tensors if params else buffers:
         contents.copy(t)
     with ExitStack() as undo:
-        for restore in (*process_state(), *attributes.generators, contents.restore):
+        undo.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+        for restore in (random_state(), *attributes.generators, contents.restore):
             undo.callback(restore)
         for m in tree.scripted:
             undo.callback(setattr, m, "training", m.training)
@@ -263,22 +263,6 @@ def _attributes_of(x: Any) -> Any:
     place: Any = next(places, None)
     is_pythons = isinstance(place, GetSetDescriptorType | MemberDescriptorType)
     return place.__get__(x) if is_pythons else None
-
-
-def process_state() -> list[Restore]:
-    """Return functions that restore the grad mode and the random states that are in use."""
-    restore: list[Restore] = [
-        partial(torch.set_grad_enabled, torch.is_grad_enabled()),
-        partial(torch.set_rng_state, torch.get_rng_state()),
-        partial(random.setstate, random.getstate()),
-        partial(np.random.set_state, np.random.get_state()),
-    ]
-    for device in (torch.cuda, torch.xpu):
-        if device.is_available() and device.is_initialized():
-            restore.append(partial(device.set_rng_state_all, device.get_rng_state_all()))
-    if torch.backends.mps.is_available():
-        restore.append(partial(torch.mps.set_rng_state, torch.mps.get_rng_state()))
-    return restore
 
 
 class Contents:

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from hookkit._core import distributed as ranks
-from hookkit._core.batches import generators_kept, n_batches, no_batches, split_batch, to_device
+from hookkit._core.batches import n_batches, no_batches, split_batch, to_device
 from hookkit._core.checks import check_callable, check_module, check_number
 from hookkit._core.files import atomic_write
 from hookkit._core.messages import warn
 from hookkit._core.modules import unwrap
 from hookkit._core.pytree import describe, tree_map
+from hookkit._core.random_state import preserve_random_state
 from hookkit.callbacks import DEFAULT_CALLBACKS, ProgressCallback, Recorder, SchedulerCallback
 from hookkit.callbacks.events import CANCEL_EXCEPTIONS, CANCELS
 from hookkit.callbacks.optimizers import (
@@ -331,7 +332,7 @@ class Learner(Loop, Reportable):
     def all_batches(self) -> None:
         """Run every batch of `dl`."""
         self.n_iter, self._device, i = n_batches(self.dl), self.device, -1
-        with generators_kept(self.dl) if self.eval_pass else nullcontext():
+        with preserve_random_state(self.dl) if self.eval_pass else nullcontext():
             batches = enumerate(self.dl)  # a DataLoader draws a number as its iterator is made
         for i, b in batches:
             self.one_batch(i, b)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hookkit._core.batches import generators_kept
+from hookkit._core.random_state import preserve_random_state
 from hookkit.callbacks import Callback, ProgressCallback, Recorder
 from hookkit.callbacks.events import CancelFitException, CancelValidException
 from hookkit.callbacks.hook_callback import HookCallback
@@ -105,7 +105,7 @@ def find_lr(
             if hasattr(part, "state_dict"):
                 undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
         learn.probes, learn.losses, learn.epochs = TrainingProbes(), LossLog(), []
-        undo.enter_context(generators_kept(*learn.dls or ()))
+        undo.enter_context(preserve_random_state(*learn.dls or ()))
         undo.enter_context(preserve_state(learn.model, params=True, observers=True))
         undo.enter_context(learn.removed_cbs(off))
         undo.enter_context(learn.no_logging())
