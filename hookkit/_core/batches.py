@@ -1,4 +1,4 @@
-"""Batches: their size, their inputs and targets, their device; the first one of a loader.
+"""Batches: their size, inputs, targets, device and loss; the first one of a loader.
 
 A loader is anything that can be iterated over again and again to give batches: a torch DataLoader,
 a list of batches, an object of your own. Nothing here loads, shuffles or collates.
@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hookkit._core.checks import kind_of
-from hookkit._core.pytree import is_container, parts_of, tree_leaves, tree_rebuild
+from hookkit._core.pytree import (
+    is_container,
+    parts_of,
+    tree_leaves,
+    tree_leaves_with_path,
+    tree_rebuild,
+)
 from hookkit._core.random_state import preserve_random_state
 from hookkit.errors import ArgumentError, ModelRunError
 
@@ -71,6 +77,24 @@ def split_batch(batch: Any, n_inp: int | None = None) -> tuple[tuple[Any, ...], 
         n = n_inp if n_inp is not None else max(len(batch) - 1, 1)
         return tuple(batch[:n]), tuple(batch[n:])
     return (batch,), (batch,) if isinstance(batch, Mapping) else ()
+
+
+def loss_in(output: Any) -> tuple[Tensor | None, bool]:
+    """Return the loss in a model's output, and whether that is only a guess.
+
+    It is the output itself, or its `loss`, or, as a guess, its only scalar that has a gradient.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> loss_in({"logits": x, "loss": x.sum()}), loss_in((x, x.sum()))[1], loss_in(x)
+    ((tensor(2., grad_fn=<SumBackward0>), False), True, (None, False))
+    """
+    if isinstance(output, Tensor):
+        return output if output.dim() == 0 and output.requires_grad else None, False
+    scalars = {p: t for p, t in tree_leaves_with_path(output) if t.dim() == 0 and t.requires_grad}
+    for path in (".loss", "['loss']"):
+        if path in scalars:
+            return scalars[path], False
+    return next(iter(scalars.values())) if len(scalars) == 1 else None, True
 
 
 def n_batches(loader: Any) -> int | None:

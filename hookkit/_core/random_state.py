@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,27 +12,52 @@ import numpy as np
 import torch
 
 
-def random_state(*loaders: Any) -> Callable[[], None]:
-    """Save the random states that are in use; return a function that restores them.
+def random_states() -> dict[str, Any]:
+    """Return the random states that are in use, as `set_random_states` takes them.
 
     These are the states of PyTorch on the CPU and on each accelerator that is initialized, of
-    Python's `random`, of NumPy's global generator, and of the generators that `loaders` draw from.
+    Python's `random`, and of NumPy's global generator.
 
-    >>> restore = random_state()
+    Cost: about 45 µs, most of it for NumPy's.
+    """
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+    }
+    for name in ("cuda", "xpu"):
+        device = getattr(torch, name)
+        if device.is_available() and device.is_initialized():
+            states[name] = device.get_rng_state_all()
+    if torch.backends.mps.is_available():
+        states["mps"] = torch.mps.get_rng_state()
+    return states
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Restore the states that `random_states` returned; skip those of devices that are not here.
+
+    >>> states = random_states()
     >>> x = torch.rand(2)
-    >>> restore(); torch.equal(torch.rand(2), x)
+    >>> set_random_states(states); torch.equal(torch.rand(2), x)
     True
     """
-    restore: list[Callable[[], Any]] = [
-        partial(torch.set_rng_state, torch.get_rng_state()),
-        partial(random.setstate, random.getstate()),
-        partial(np.random.set_state, np.random.get_state()),
-    ]
-    for device in (torch.cuda, torch.xpu):
-        if device.is_available() and device.is_initialized():
-            restore.append(partial(device.set_rng_state_all, device.get_rng_state_all()))
-    if torch.backends.mps.is_available():
-        restore.append(partial(torch.mps.set_rng_state, torch.mps.get_rng_state()))
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    for name in ("cuda", "xpu"):
+        device = getattr(torch, name)
+        if name in states and device.device_count() == len(states[name]):
+            device.set_rng_state_all(states[name])
+    if "mps" in states and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(states["mps"])
+
+
+def random_state(*loaders: Any) -> Callable[[], None]:
+    """Save `random_states()` and those of the generators that `loaders` draw from; return a
+    function that restores them.
+    """
+    restore: list[Callable[[], Any]] = [partial(set_random_states, random_states())]
     for generator in (g for loader in loaders for g in generators_of(loader)):
         restore.append(partial(generator.set_state, generator.get_state()))
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, optimizer as global_hooks
 from torch.utils.hooks import RemovableHandle
 
+from hookkit._core.batches import loss_in
 from hookkit._core.messages import warn
 from hookkit._core.modules import unwrap, wrappers
-from hookkit._core.pytree import tree_leaves_with_path
 from hookkit.callbacks.events import CancelStepException
 from hookkit.callbacks.optimizers import ids_of, skips_step, stepping_scaler
 from hookkit.errors import HookError, NeverFiredWarning
@@ -503,24 +503,6 @@ class WatchedLoop(Loop):
                 f"train on: w.loss(loss), in each batch.",
                 NeverFiredWarning,
             )
-
-
-def loss_in(output: Any) -> tuple[Tensor | None, bool]:
-    """Return the loss in a model's output, and whether that is only a guess.
-
-    It is the output itself, or its `loss`, or, as a guess, its only scalar that has a gradient.
-
-    >>> x = torch.ones(2, requires_grad=True)
-    >>> loss_in({"logits": x, "loss": x.sum()}), loss_in((x, x.sum()))[1], loss_in(x)
-    ((tensor(2., grad_fn=<SumBackward0>), False), True, (None, False))
-    """
-    if isinstance(output, Tensor):
-        return output if output.dim() == 0 and output.requires_grad else None, False
-    scalars = {p: t for p, t in tree_leaves_with_path(output) if t.dim() == 0 and t.requires_grad}
-    for path in (".loss", "['loss']"):
-        if path in scalars:
-            return scalars[path], False
-    return next(iter(scalars.values())) if len(scalars) == 1 else None, True
 
 
 _IN_STEP = "num_items_in_batch"
