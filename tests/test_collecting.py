@@ -3,8 +3,8 @@
 import os
 import pickle
 import resource
-import signal
 from collections import UserDict
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,18 @@ import numpy as np
 import pytest
 import torch
 from hooked import fingerprint
-from processes import started
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hookkit import Activations, Mean, TopK, collect, hook_output
-from hookkit.errors import ArgumentError, HookError, ModelRunError, OptionError, SelectionError
+from hookkit.errors import (
+    ArgumentError,
+    HookError,
+    HookkitWarning,
+    ModelRunError,
+    OptionError,
+    SelectionError,
+)
 
 
 def net() -> nn.Sequential:
@@ -75,7 +81,7 @@ def test_rows_are_what_plain_hooks_see(tmp_path: Path) -> None:
     assert torch.equal(acts["0"][:], linear)
     assert torch.equal(acts["1"][:], linear.relu())
     assert acts.ids.tolist() == [*range(11)]
-    assert np.array_equal(np.load(tmp_path / "rank0" / "layer1.npy"), acts["1"][:])
+    assert np.array_equal(np.load(tmp_path / "layer1.npy"), acts["1"][:])
 
 
 KINDS = {
@@ -245,9 +251,9 @@ def test_nothing_of_the_model_and_the_process_is_changed(error: Any, tmp_path: P
 
     if error:
         with pytest.raises(error):
-            collect(model, loader(shuffle=True), "fc", tmp_path, hook=hook)
+            collect(model, loader(shuffle=True), "fc", tmp_path, hook=hook, ids=1)
     else:
-        collect(model, loader(shuffle=True), "fc", tmp_path, hook=hook)
+        collect(model, loader(shuffle=True), "fc", tmp_path, hook=hook, ids=1)
 
     assert fingerprint(model, (), {}) == before
 
@@ -316,55 +322,42 @@ def test_there_may_be_more_layers_than_files_may_be_open(tmp_path: Path) -> None
 def test_a_folder_that_holds_anything_is_refused_and_never_read(tmp_path: Path) -> None:
     collect(net(), loader(), "0", tmp_path)
 
-    with pytest.raises(OptionError, match=r"holds rank0.* overwrite=True deletes what collect"):
+    with pytest.raises(OptionError, match=r"holds .* overwrite=True deletes what collect wrote"):
         collect(net(), [2 * inputs()], "0", tmp_path)
     acts = collect(net(), [2 * inputs()], "0", tmp_path, overwrite=True)
 
     assert torch.equal(acts["0"][:], net()[0](2 * inputs()).detach())
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "rank0/weights.npy", "rank1"])
+@pytest.mark.parametrize("name", ["notes.txt", "layer1.npy", "ids.npy"])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_files_that_collect_did_not_write_stay(name: str, overwrite: bool, tmp_path: Path) -> None:
     mine, folder = tmp_path / "mine", tmp_path / "acts"
-    collect(net(), loader(), "0", mine)
-    collect(net(), loader(), "0", folder)
-    (folder / name).symlink_to(mine / "rank0")
+    mine.write_text("mine")
+    if name == "ids.npy":  # of another program: there is no index
+        folder.mkdir()
+        (folder / name).write_text("mine")
+    else:
+        collect(net(), loader(), "0", folder)
+        (folder / name).symlink_to(mine)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
 
     with pytest.raises(OptionError, match="overwrite=True"):
         collect(net(), loader(), "2", folder, overwrite=overwrite)
 
-    assert list(Activations(mine)) == ["0"]
-    assert len(list(folder.rglob("*"))) == 5
-    assert (folder / name).is_symlink()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def ends(folder: Path, kill: bool) -> None:
-    """Collects, and comes to an end in the third batch."""
-    calls = []
+def test_a_run_that_came_to_an_end_is_incomplete(tmp_path: Path) -> None:
+    outputs = [*net()[0](inputs()).detach().split(4)[:2]]
 
-    def hook(o: Tensor) -> Tensor:
-        calls.append(1)
-        if len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGKILL) if kill else 1 / 0
-        return o
+    with pytest.raises(IndexError) as caught:
+        collect(net(), loader(), "0", tmp_path, hook=lambda o: outputs.pop(0))
 
-    collect(net(), loader(), "0", folder, hook=hook)
-
-
-@pytest.mark.parametrize("kill", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_run_that_came_to_an_end_is_incomplete(kill: bool, tmp_path: Path) -> None:
-    if kill:
-        (process := started(ends, tmp_path, kill)).join()
-        assert process.exitcode == -signal.SIGKILL
-    else:
-        with pytest.raises(ZeroDivisionError) as caught:
-            ends(tmp_path, kill)
-        assert "collect: in batch 2, [3×4, 3]" in caught.value.__notes__
-
+    assert "collect: in batch 2, [3×4, 3]" in caught.value.__notes__
     with pytest.raises(OptionError, match=r"is incomplete: 8 rows of each layer are whole"):
         Activations(tmp_path)
-    assert np.array_equal(np.load(tmp_path / "rank0" / "layer0.npy"), net()[0](inputs(8)).detach())
+    assert np.array_equal(np.load(tmp_path / "layer0.npy"), net()[0](inputs(8)).detach())
 
 
 def test_a_first_batch_that_fails_leaves_the_folder_empty(tmp_path: Path) -> None:
@@ -374,16 +367,40 @@ def test_a_first_batch_that_fails_leaves_the_folder_empty(tmp_path: Path) -> Non
     assert len(collect(net(), loader(), "0", tmp_path).ids) == 11
 
 
-def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
-    def hook(o: Tensor) -> Tensor:
-        if not list(tmp_path.iterdir()):
-            collect(net(), loader(), "0", tmp_path)
-        return o
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_two_runs_do_not_write_to_one_folder(at: int, overwrite: bool, tmp_path: Path) -> None:
+    """The second one begins in batch `at` of the first, or after its last, and none notices it."""
 
-    with pytest.raises(FileExistsError):
-        collect(net(), loader(), "0", tmp_path, hook=hook)
+    def batches() -> Any:
+        for i, x in enumerate([*inputs().split(4), None]):
+            if i == at:
+                with suppress(OptionError):
+                    collect(net(), [2 * inputs(3)], "0", tmp_path, overwrite=overwrite)
+            if x is not None:
+                yield x
 
-    assert len(Activations(tmp_path).ids) == 11
+    with suppress(OptionError):
+        collect(net(), batches(), "0", tmp_path)
+
+    wanted = {11: net()[0](inputs()).detach(), 3: net()[0](2 * inputs(3)).detach()}
+    acts = Activations(tmp_path)
+    assert torch.equal(acts["0"][:], wanted[len(acts.ids)])
+    assert len(acts.ids) == (3 if overwrite or at == 0 else 11)
+
+
+def test_two_processes_at_once_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    class Other(nn.Module):
+        """Adds a batch of another process to the files, as if both had begun at once."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            if (tmp_path / "layer0.npy").exists():
+                with (tmp_path / "layer0.npy").open("ab") as file:
+                    file.write(bytes(64))
+            return x
+
+    with pytest.raises(OptionError, match=r"another process or run writes to .*acts/\{rank\}"):
+        collect(nn.Sequential(Other()), loader(), "0", tmp_path)
 
 
 # -- errors
@@ -454,6 +471,35 @@ def test_layers_that_give_no_rows_are_said(tmp_path: Path) -> None:
         collect(net(), inputs(), "0", tmp_path)
 
 
+# -- which samples the rows are
+
+
+@pytest.mark.parametrize("accumulate", [None, TopK(2), Mean()], ids=str)
+def test_ids_of_a_loader_that_shuffles_are_the_samples_or_a_warning(
+    accumulate: Any, tmp_path: Path
+) -> None:
+    to = {"out_dir": tmp_path} if accumulate is None else {"accumulate": accumulate}
+    data, needs_ids = loader(shuffle=True), not isinstance(accumulate, Mean)
+
+    with pytest.warns(HookkitWarning, match="ids") if needs_ids else nullcontext():
+        collect(net(), data, "0", **to)
+    if accumulate is None:
+        acts = collect(net(), data, "0", tmp_path, ids=1, overwrite=True)
+        assert torch.equal(acts["0"][:], net()[0](inputs()).detach()[acts.ids - 100])
+
+
+def test_rows_of_a_layer_that_gives_time_first_are_not_taken_for_samples(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.LSTM(4, 5)), torch.randn(7, 3, 4)
+
+    with pytest.raises(HookError, match=r'"0\[0\]" has batch_first=False'):
+        collect(model, [x], "0[0]", tmp_path)
+    acts = collect(
+        model, [x], "0[0]", tmp_path, hook=lambda o: o.transpose(0, 1), forward=lambda m, x: m(x)
+    )
+
+    assert torch.equal(acts["0[0]"][:], model(x)[0].transpose(0, 1).detach())
+
+
 # -- reading
 
 
@@ -462,31 +508,18 @@ def acts(tmp_path: Path) -> Activations:
     return collect(net(), loader(23), ["0", "2"], tmp_path)
 
 
-@pytest.fixture
-def parts(tmp_path: Path, acts: Activations) -> Activations:
-    """The same rows, as three processes would have written them."""
-    for rank, x in enumerate(inputs(23).split([10, 1, 12])):
-        collect(net(), [x], ["0", "2"], tmp_path / "parts" / str(rank))
-        (tmp_path / "parts" / str(rank) / "rank0").rename(tmp_path / "parts" / f"rank{rank}")
-        index = tmp_path / "parts" / f"rank{rank}" / "index.json"
-        index.write_text(index.read_text().replace('"ranks": 1', '"ranks": 3'))
-    return Activations(tmp_path / "parts")
-
-
 INDICES: list[Any] = [
-    0, -1, 7, slice(None), slice(3, 17), slice(20, 50), slice(9, 2), slice(None, None, -3),
-    [5, 1, 22, 5], np.array([0, 22]), torch.tensor([[1, 2], [3, 4]]), [], -23,
-    torch.arange(23) % 2 == 0, np.int64(4), torch.tensor(4),
+    0, -1, slice(None), slice(20, 50), slice(None, None, -3), [5, 1, 22, 5], np.array([0, 22]),
+    torch.tensor([[1, 2], [3, 4]]), [], torch.arange(23) % 2 == 0, torch.tensor(4),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("index", INDICES, ids=str)
-def test_rows_are_read_by_any_index(index: Any, acts: Activations, parts: Activations) -> None:
+def test_rows_are_read_by_any_index(index: Any, acts: Activations) -> None:
     whole = net()[0](inputs(23)).detach().numpy()
     as_numpy = index.numpy() if isinstance(index, Tensor) else index
 
-    for of in (acts, parts):
-        np.testing.assert_array_equal(of["0"][index].numpy(), whole[as_numpy])
+    np.testing.assert_array_equal(acts["0"][index].numpy(), whole[as_numpy])
 
 
 def test_what_is_read_is_a_copy(acts: Activations) -> None:
@@ -497,35 +530,16 @@ def test_what_is_read_is_a_copy(acts: Activations) -> None:
     assert torch.equal(acts["0"][:], before)
 
 
-@pytest.mark.parametrize("n_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_layer_is_a_torch_dataset(n_workers: int, acts: Activations) -> None:
+def test_a_layer_is_a_torch_dataset(acts: Activations) -> None:
     whole, layer = acts["0"][:], acts["0"]
-    options = {"num_workers": n_workers, "multiprocessing_context": "spawn"} if n_workers else {}
 
-    batches = list(DataLoader(pickle.loads(pickle.dumps(layer)), batch_size=10, **options))
+    batches = list(DataLoader(pickle.loads(pickle.dumps(layer)), batch_size=10))
 
     assert torch.equal(torch.cat(batches), whole)
     assert repr(layer) == "23×6 float32"
     assert layer.ids is acts.ids
 
 
-@pytest.mark.parametrize("change", [('"ranks": 3', '"ranks": 2'), ("[6]", "[7]"), ("float", "int")])
-def test_parts_that_do_not_fit_are_refused(change: tuple[str, str], parts: Activations) -> None:
-    index = parts.path / "rank1" / "index.json"
-    index.write_text(index.read_text().replace(*change))
-
-    with pytest.raises(OptionError, match="all with the same layers, shapes and dtypes"):
-        Activations(parts.path)
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_missing_part_is_said(rank: int, parts: Activations) -> None:
-    (parts.path / f"rank{rank}").rename(parts.path.parent / "elsewhere")
-
-    with pytest.raises(OptionError, match=r"parts of the ranks \[.\, .\], and needs \[0, 1, 2\]"):
-        Activations(parts.path)
-
-
 def test_a_folder_without_activations_is_said(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"has parts of the ranks \[\], and needs \[0\]"):
+    with pytest.raises(OptionError, match=r"has no activations.json, which collect"):
         Activations(tmp_path)

@@ -1,7 +1,7 @@
 """Statistics of what a layer gives, in place of the data: `Mean`, `Covariance`, `TopK`.
 
-Each has `update(rows, ids)` and `merge(other)`, and so has an accumulator of your own. The result
-does not depend on which process saw which rows.
+`collect` calls `update(rows, ids)` for each batch. `merge(other)` joins those of several processes;
+the result does not depend on which of them saw which rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hookkit._core.checks import check_number
 
 
 class Mean:
-    """The mean of the rows, in float64 (complex128 for complex rows).
+    """Computes the mean of the rows, in float64 (complex128 for complex rows).
 
     Attributes:
         n: how many rows there were.
@@ -32,17 +32,17 @@ class Mean:
         self.mean: Any = None
 
     def update(self, rows: Tensor, ids: Tensor) -> None:
-        """Takes rows (n, ...)."""
+        """Add rows (n, ...)."""
         if len(rows):
             self._join(len(rows), _widest(rows).mean(0))
 
     def merge(self, other: Self) -> None:
-        """Takes the rows of `other`."""
+        """Add the rows of `other`."""
         if other.n:
             self._join(other.n, other.mean)
 
     def _join(self, n: int, mean: Tensor) -> Tensor:
-        """Takes the mean of `n` more rows; returns its distance from the mean before."""
+        """Add the mean of `n` more rows; return its distance from the mean before."""
         # `view_as`: rows of another size are an error, and are not broadcast
         gap = torch.zeros_like(mean) if self.mean is None else mean.view_as(self.mean) - self.mean
         self.n += n
@@ -54,7 +54,7 @@ class Mean:
 
 
 class Covariance(Mean):
-    """The covariance matrix of the rows' elements, and their mean, in float64 (or complex128).
+    """Computes the covariance of the rows' elements, and their mean, in float64 (or complex128).
 
     Cost: d² numbers for rows of d elements, and a d × d product for each batch. Source: Chan et al.
     1983, eq. 2.1.
@@ -70,11 +70,11 @@ class Covariance(Mean):
 
     @property
     def cov(self) -> Tensor | None:
-        """(d, d), as `torch.cov` of the flattened rows; None for less than two rows."""
+        """Return `torch.cov` of the flattened rows, (d, d); None for less than two rows."""
         return self._products / (self.n - 1) if self.n > 1 else None
 
     def update(self, rows: Tensor, ids: Tensor) -> None:
-        """Takes rows (n, ...)."""
+        """Add rows (n, ...)."""
         if len(rows):
             x = _widest(rows)
             mean = x.mean(0)
@@ -83,7 +83,7 @@ class Covariance(Mean):
             self._products.addmm_(x.T, x.conj())  # in place: a copy of d × d would cost as much
 
     def merge(self, other: Self) -> None:
-        """Takes the rows of `other`."""
+        """Add the rows of `other`."""
         if other.n:
             self._join(other.n, other.mean)
             self._products += other._products
@@ -97,7 +97,7 @@ class Covariance(Mean):
 
 
 class TopK:
-    """The `k` greatest values of each unit (element of a row), and the rows that had them.
+    """Keeps the `k` greatest values of each unit (element of a row), and which rows had them.
 
     Of equal values any may be kept; NaN is greater than all, as in `torch.topk`.
 
@@ -121,13 +121,13 @@ class TopK:
         self.ids: Tensor | None = None
 
     def update(self, rows: Tensor, ids: Tensor) -> None:
-        """Takes rows (n, ...) and their ids, (n,), or (n, 2) for tokens."""
+        """Add rows (n, ...) and their ids, (n,), or (n, 2) for tokens."""
         if len(rows):
             values, at = rows.topk(min(self.k, len(rows)), dim=0)
             self._join(values, ids.to(at.device)[at])
 
     def merge(self, other: Self) -> None:
-        """Takes the values of `other`."""
+        """Add the values of `other`."""
         if other.values is not None and other.ids is not None:
             self._join(other.values, other.ids)
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import RandomSampler
 
-from hookkit._core import distributed as ranks
 from hookkit._core.checks import check_flag, check_number
-from hookkit._core.pytree import tree_map
+from hookkit._core.messages import warn
 from hookkit._core.random_state import random_state
 from hookkit.errors import ArgumentError, OptionError
+from hookkit.inspection.accumulators import Mean
 from hookkit.inspection.activations import Activations, RowFiles
 from hookkit.inspection.layer_rows import Field, LayerRows
 from hookkit.inspection.preserve import preserve_state
@@ -37,10 +38,11 @@ def collect(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     overwrite: bool = False,
 ) -> Any:
-    """Writes what layers give for all batches of a loader to a folder, a row for each sample.
+    """Write what layers give for all batches of a loader to a folder, a row for each sample.
 
     The model runs once over the loader, in the modes in which it is, without gradients; buffers,
-    modes and random states are restored. A compiled model runs eagerly.
+    modes and random states are restored. A compiled model runs eagerly. Over several processes each
+    collects what its loader gives it: give each a folder of its own.
 
     Args:
         model: any model.
@@ -56,19 +58,20 @@ def collect(
         hook: `f(module, input, output)`, or `f(output)`; what it returns is stored instead.
         ids: the samples' ids, whole numbers: an item as for `mask`, which the model does not get.
             By default their positions in the order of the loader.
-        accumulate: `Mean()`, `Covariance()`, `TopK(k)`, or an object with `update(rows, ids)` and
-            `merge(other)`: each layer's rows go to a copy of it.
+        accumulate: `Mean()`, `Covariance()`, `TopK(k)`, or an object with `update(rows, ids)`: each
+            layer's rows go to a copy of it.
         stop: ends each forward when all of `layers` have run; their first call counts.
-        max_rows: stops after so many rows (of each process).
+        max_rows: stops after so many rows.
         forward: `f(model, batch)`, which calls the model on a batch.
         overwrite: first deletes what an earlier call wrote to `out_dir`.
 
     Returns:
-        `Activations`; with `accumulate` the accumulators by layer, of all processes, on the CPU.
+        `Activations`; with `accumulate` a dict from layer to accumulator, on the layer's device.
 
     Raises:
         SelectionError: no such layer.
-        ArgumentError, OptionError: an argument cannot work, or `out_dir` is not empty.
+        ArgumentError, OptionError: an argument cannot work, `out_dir` is not empty, or another
+            process writes to it.
         HookError: a layer was not called once for a batch, or gave no row for each sample.
         ModelRunError: there is no batch.
 
@@ -83,15 +86,21 @@ def collect(
     check_flag("collect", "overwrite", overwrite)
     if (out_dir is None) == (accumulate is None):
         raise OptionError("collect: give a folder for the rows, out_dir=, or else accumulate=.")
-    if out_dir is None and (isinstance(accumulate, type) or not hasattr(accumulate, "merge")):
+    if out_dir is None and (isinstance(accumulate, type) or not hasattr(accumulate, "update")):
         raise ArgumentError(
             f"collect(accumulate={accumulate!r}): give an accumulator, such as Mean() or TopK(10), "
-            "or an object with update(rows, ids) and merge(other)."
+            "or an object with update(rows, ids)."
         )
-    if ranks.is_distributed() and ids is None:
-        raise OptionError("collect: over several processes give ids=, the samples' numbers.")
-    options = (rows, mask, hook, forward, stop, ids, max_rows, out_dir is not None)
-    source = LayerRows("collect", model, loader, layers, *options)
+    options: dict[str, Any] = {"rows": rows, "mask": mask, "hook": hook, "forward": forward}
+    options |= {"stop": stop, "ids": ids, "max_rows": max_rows, "to_cpu": out_dir is not None}
+    source = LayerRows("collect", model, loader, layers, **options)
+    shuffles = isinstance(getattr(loader, "sampler", None), RandomSampler)
+    if shuffles and ids is None and not isinstance(accumulate, Mean):
+        warn(
+            "collect: the loader shuffles, so the ids of the rows, which are positions in its "
+            "order, are not those of samples in the data set. Give ids=, an item of the batch with "
+            "the samples' numbers, or a loader with shuffle=False."
+        )
     files = None if out_dir is None else RowFiles(out_dir, overwrite, [*source.layers])
     each = {name: copy.deepcopy(accumulate) for name in source.layers}
     with preserve_state(model, observers=True):
@@ -101,24 +110,9 @@ def collect(
             else:
                 files.add(name, found, row_ids)
     if files is None:
-        return _merged(each)
+        return each
     files.finish(source.kinds)
-    with ranks.together("call collect"):
-        ranks.gather_object(None)  # all parts are whole from here on
     return Activations(files.folder)
-
-
-def _merged(each: dict[str, Any]) -> Any:
-    """Returns the accumulators of all processes as one for each layer, on the CPU."""
-    for one in each.values():
-        for key, value in getattr(one, "__dict__", {}).items():
-            setattr(one, key, tree_map(Tensor.cpu, value))
-    with ranks.together("call collect"):
-        merged, *others = ranks.gather_object(each)
-    for name, one in merged.items():
-        for other in others:
-            one.merge(other[name])
-    return merged
 
 
 def activation_stream(
@@ -135,7 +129,7 @@ def activation_stream(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     seed: int = 0,
 ) -> Iterator[Tensor]:
-    """Gives what a layer gives in shuffled batches, as the model runs: for a probe, or an SAE.
+    """Yield what a layer gives in shuffled batches, as the model runs: for a probe, or an SAE.
 
     A buffer is filled and shuffled; half of it is given in batches, and it is filled up again. Each
     row is given once. The model runs as in `collect`, and is restored whenever the buffer is full;
@@ -161,7 +155,8 @@ def activation_stream(
     size = check_number(who, "batch_size", batch_size, 1, whole=True, what="rows of a batch")
     buffer = 16 * size if buffer is None else buffer
     room = check_number(who, "buffer", buffer, size, whole=True, what="rows, at least a batch")
-    source = LayerRows(who, model, loader, layer, rows, mask, hook, forward, stop)
+    options: dict[str, Any] = {"rows": rows, "mask": mask, "hook": hook, "forward": forward}
+    source = LayerRows(who, model, loader, layer, **options, stop=stop)
     if len(source.layers) != 1:
         raise OptionError(f"{who}: one layer gives one stream; select one of {[*source.layers]}.")
     return _batches(source, size, room, torch.Generator().manual_seed(seed))

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hookkit._core import checks
-from hookkit._core.batches import check_loader, no_batches, to_device
+from hookkit._core.batches import check_loader, no_batches, split_batch, to_device
 from hookkit._core.modules import unwrap
 from hookkit._core.pytree import Inputs, describe, tree_leaves_with_path
 from hookkit.errors import ArgumentError, HookError, ModelRunError, OptionError
@@ -27,50 +26,66 @@ Field = str | int | Callable[[Any], Any] | None
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-@dataclass(eq=False)
 class LayerRows:
-    """Checks the arguments of `collect` and of `activation_stream`, and runs the model.
+    """Runs a model over batches, and gives what its layers gave as rows.
+
+    Args:
+        who: the function called, for messages.
+        to_cpu: moves the rows to the CPU.
+        model, loader, layers, rows, mask, hook, forward, stop, ids, max_rows: as for `collect`.
 
     Attributes:
-        layers: the selectors; then the modules by name.
+        layers: the modules, by name.
         kinds: the shape and the dtype of a row of each layer that ran.
+
+    Raises:
+        SelectionError, ArgumentError, OptionError: as `collect`.
     """
 
-    who: str
-    model: nn.Module
-    loader: Any
-    layers: Any
-    rows: str
-    mask: Field
-    hook: Any
-    forward: Any
-    stop: bool
-    ids: Field = None
-    max_rows: int | None = None
-    to_cpu: bool = False
-
-    def __post_init__(self) -> None:
-        who, model = self.who, self.model
+    def __init__(
+        self,
+        who: str,
+        model: nn.Module,
+        loader: Any,
+        layers: Any,
+        *,
+        rows: str,
+        mask: Field,
+        hook: Any,
+        forward: Any,
+        stop: bool,
+        ids: Field = None,
+        max_rows: int | None = None,
+        to_cpu: bool = False,
+    ) -> None:
         checks.check_module(who, model, f"The model comes first: {who}(model, …).")
-        check_loader("data", self.loader)
-        checks.check_choice(who, "rows", self.rows, ("sample", "token"))
-        checks.check_flag(who, "stop", self.stop)
-        checks.check_callable(who, "forward", self.forward, "f(model, batch)")
-        if self.hook is not None:
-            self.hook = checks.check_function(who, self.hook, *KINDS["forward"], name="hook")
-        if self.max_rows is not None:
-            checks.check_number(who, "max_rows", self.max_rows, 1, whole=True)
-        selectors = self.layers if isinstance(self.layers, list | tuple) else [self.layers]
+        check_loader("data", loader)
+        checks.check_callable(who, "forward", forward, "f(model, batch)")
+        if hook is not None:
+            hook = checks.check_function(who, hook, *KINDS["forward"], name="hook")
+        if max_rows is not None:
+            checks.check_number(who, "max_rows", max_rows, 1, whole=True)
+        selectors = layers if isinstance(layers, list | tuple) else [layers]
         self.layers = select(unwrap(model), *selectors)
         tensors = [*model.parameters(), *model.buffers()]
         if any(map(nn.parameter.is_lazy, tensors)):
             raise ArgumentError(f"{who}: a parameter has no shape yet. Run the model once.")
+        self.who, self.model, self.loader, self.hook, self.forward = (
+            who,
+            model,
+            loader,
+            hook,
+            forward,
+        )
+        self.rows = checks.check_choice(who, "rows", rows, ("sample", "token"))
+        self.stop = checks.check_flag(who, "stop", stop)
+        self.mask, self.ids, self.max_rows, self.to_cpu = mask, ids, max_rows, to_cpu
         self._devices = {t.device for t in tensors if not t.is_meta}
         self.kinds = dict[str, tuple[list[int], torch.dtype]]()
         self._n_rows = self._n_samples = self._n_batches = 0
 
     def run(self, batches: Iterable[Any]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Runs the model on each batch, up to `max_rows`; gives (layer's name, rows, their ids)."""
+        """Run the model on each batch, up to `max_rows`; yield (layer's name, rows, their ids)."""
         for batch in batches:
             data = to_device(batch, *self._devices) if len(self._devices) == 1 else batch
             try:
@@ -89,7 +104,7 @@ class LayerRows:
             raise ModelRunError(no_batches(f"{self.who}: the loader"))
 
     def _run_one(self, data: Any) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Returns each layer's tensor for a batch, the places of the rows that count, their ids."""
+        """Return each layer's tensor for a batch, the indices of the rows that count, their ids."""
         ids, mask = self._part(data, self.ids), self._part(data, self.mask)
         given = Inputs((data,)) if self.forward else self._inputs(data, ids, mask)
         first: Any = next(iter([*given, *given.kwargs.values()]), None)
@@ -127,26 +142,37 @@ class LayerRows:
         return field(data) if callable(field) else None if field is None else data[field]
 
     def _inputs(self, data: Any, ids: Any, mask: Any) -> Inputs:
-        """Returns what the model takes: a mapping by keyword, a tuple without its last item."""
+        """Return the model's inputs: a mapping by keyword, a tuple without its target."""
         if isinstance(data, Mapping):
             return Inputs((), {k: x for k, x in data.items() if ids is None or x is not ids})
         if not isinstance(data, tuple | list):
             return Inputs((data,))
-        items = [x for x in data if ids is None or x is not ids]
-        if mask is not None and len(items) > 1 and mask is items[-1]:
+        inputs, targets = split_batch([x for x in data if ids is None or x is not ids])
+        if mask is not None and any(mask is x for x in targets):
             raise OptionError(
                 f"{self.who}: the last item of a batch is its target, which the model does not "
                 "get, and here it is the mask. Say how to call the model: forward=lambda model, "
                 "batch: model(batch[0], mask=batch[1])."
             )
-        return Inputs(items[:-1] or items)
+        return Inputs(inputs)
 
     def _tensors(self, hooks: Hooks, n: int | None) -> tuple[dict[str, Tensor], tuple[int, ...]]:
-        """Returns each layer's tensor, and the `n` samples (and tokens) that all of them have."""
+        """Return each layer's tensor, and the sizes of the dimensions that are rows.
+
+        Args:
+            n: how many samples the model was given; None takes the number of the first layer.
+        """
         n_dims, shape, found = 1 + (self.rows == "token"), None, dict[str, Tensor]()
         for name, hook in hooks.items():
             inside = tree_leaves_with_path(hook.calls[0])
             t = inside[0][1] if len(inside) == 1 else torch.empty((), device="cpu")
+            # the default of PyTorch's RNNs and attention, whose rows would be steps in time
+            if self.hook is None and t.ndim == 3 and not getattr(hook.module, "batch_first", True):
+                raise HookError(
+                    f'{self.who}: "{name}" has batch_first=False: what it gives begins with time, '
+                    "not with samples. Give hook= a function that returns samples first, such as "
+                    "lambda o: o[0].transpose(0, 1), and say by forward= how to run a batch."
+                )
             dense = t.layout is torch.strided and not (t.is_nested or t.is_quantized)
             if shape is None and dense and t.ndim >= n_dims:
                 shape = (len(t) if n is None else n, *t.shape[1:n_dims])
@@ -171,7 +197,7 @@ class LayerRows:
         return found, shape or ()
 
     def _checked(self, option: str, value: Any, shape: tuple[int, ...], what: str) -> Tensor:
-        """Returns a batch's ids or mask as a tensor on the CPU."""
+        """Return a batch's ids or mask as a tensor on the CPU."""
         t = torch.as_tensor(value, device="cpu")
         fits = t.dtype in _WHOLE if option == "ids" else bool(((t == 0) | (t == 1)).all())
         if t.shape != shape or not fits:
