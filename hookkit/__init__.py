@@ -73,8 +73,6 @@ from .callbacks.hook_callback import HookCallback
 from .diagnosis import Diagnosis as Diagnosis, Finding as Finding, diagnose as diagnose
 from .diagnosis.report_page import report as report
 from .edits import (
-    Catcher as Catcher,
-    GramWrapper as GramWrapper,
     Wrapper as Wrapper,
     add as add,
     edit_attention as edit_attention,

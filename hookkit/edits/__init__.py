@@ -3,7 +3,7 @@
 Outputs, inputs, gradients      edit_output(s), edit_input(s), edit_grad(s)
 What functions return           edit_function; of attention, edit_attention
 … to what                       zero, scale, add, replace, patch_from
-Other modules in its place      swap, Wrapper, Catcher, GramWrapper
+Other modules in its place      swap, Wrapper
 
 api       The functions that edit: hooks that replace what they see.
 edit      What such a hook calls: a user's function, at some calls, or another for each layer.
@@ -22,11 +22,9 @@ from hookkit.edits.api import (
     edit_outputs,
 )
 from hookkit.edits.changes import add, patch_from, replace, scale, zero
-from hookkit.edits.swapping import Catcher, GramWrapper, Wrapper, swap
+from hookkit.edits.swapping import Wrapper, swap
 
 __all__ = [
-    "Catcher",
-    "GramWrapper",
     "Wrapper",
     "add",
     "edit_attention",

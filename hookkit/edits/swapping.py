@@ -1,29 +1,24 @@
 """`swap`: other modules in the place of a model's own during a `with`; and what to put there.
 
-A hook sees what goes into a module and what comes out; a wrapper decides what happens in between:
-call it, call it twice, call something else. `Wrapper` is the base class for that, `Catcher` records
-calls, `GramWrapper` sums XᵀX.
+A hook sees what goes into a module and what comes out; a `Wrapper` decides what happens in between:
+call it, call it twice, call something else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hookkit._core.checks import check_module, kind_of
 from hookkit._core.messages import warn
 from hookkit._core.modules import submodules, unwrap
-from hookkit._core.pytree import Inputs, tree_map
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
 from hookkit.hooks.attach import attach
-from hookkit.hooks.calls import recomputing
 from hookkit.hooks.eager import layer_by_layer
 from hookkit.hooks.selection import select
-from hookkit.hooks.values import snapshot
 
 Replacement = nn.Module | Callable[[nn.Module], nn.Module]
 
@@ -32,7 +27,7 @@ Replacement = nn.Module | Callable[[nn.Module], nn.Module]
 def swap(
     model: nn.Module, replacements: Mapping[Any, Replacement]
 ) -> Iterator[dict[str, nn.Module]]:
-    """Runs the `with` block with other modules in the place of some of the model's.
+    """Run the `with` block with other modules in the place of some of the model's.
 
     All are replaced or none, and the originals are restored when the block ends, also by an error.
     A shared module is replaced in each of its places, by one replacement. Modules that a model
@@ -44,8 +39,8 @@ def swap(
     Args:
         model: the model; its root cannot be replaced.
         replacements: selector (as in `select`: name, glob, class, module …) → a module, or a
-            class such as `Catcher` or a function that makes one from the original. Modules made
-            so get the original's `training` mode. A selector can match several modules.
+            function that makes one from the original, such as a `Wrapper` class. Modules made so
+            get the original's `training` mode. A selector can match several modules.
 
     Returns:
         name → replacement for the `as` of the `with`, in the model's names; usable afterwards.
@@ -56,11 +51,14 @@ def swap(
         ArgumentError: a replacement is no module and makes none.
         HookError: the model itself would be replaced.
 
+    >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.Dropout(), nn.Linear(3, 2))
-    >>> with swap(net, {nn.Dropout: nn.Identity(), "2": Catcher}) as new:
-    ...     _ = net(torch.ones(2, 4))
-    >>> net[1], len(new["2"].calls)
-    (Dropout(p=0.5, inplace=False), 1)
+    >>> with swap(net, {nn.Dropout: nn.Identity(), "2": Wrapper}) as new:
+    ...     y = net(torch.ones(2, 4))
+    ...     print(net[1], net[2] is new["2"], new["2"].in_features)
+    Identity() True 3
+    >>> net[1]
+    Dropout(p=0.5, inplace=False)
     """
     chosen, wanted = _wanted(model, replacements)
     places = [
@@ -99,8 +97,8 @@ def swap(
 def _wanted(
     model: nn.Module, replacements: Mapping[Any, Replacement]
 ) -> tuple[dict[str, nn.Module], dict[nn.Module, Replacement]]:
-    """What is selected, by name, and the replacement for each."""
-    root = unwrap(check_module("swap", model, 'Write swap(model, {"layer1": Catcher}).'))
+    """Return the selected modules by name, and the replacement of each."""
+    root = unwrap(check_module("swap", model, 'Write swap(model, {"layer1": nn.Identity()}).'))
     names: dict[str, nn.Module] = {}
     wanted: dict[nn.Module, Replacement] = {}
     for what, replacement in replacements.items():
@@ -120,7 +118,7 @@ def _wanted(
 
 
 def _made(original: nn.Module, replacement: Any) -> nn.Module:
-    """The module to put in the place of `original`: as given, or made from it, in its mode."""
+    """Return the module for the place of `original`: as given, or made from it, in its mode."""
     if isinstance(replacement, nn.Module):
         return replacement
     kind, label = type(original).__name__, getattr(replacement, "__name__", repr(replacement))
@@ -135,7 +133,7 @@ def _made(original: nn.Module, replacement: Any) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise ArgumentError(
             f"swap: the replacement of a {kind} is {label}, which gives {kind_of(made)}. Give a "
-            "module, or a function or class that makes one from the original, such as Catcher."
+            "module, or a function or class that makes one from the original."
         )
     old = set(original.modules())
     for m in made.modules():
@@ -165,12 +163,13 @@ def _restore(
 
 
 class Wrapper(nn.Module):
-    """A module in the place of another, which it holds as `wrapped` and by default just calls.
+    """Takes the place of another module, which it holds as `wrapped` and by default just calls.
 
     Derive from it: override `forward`, call `self.wrapped`. Attributes that it does not have are
     those of `wrapped` (`wrapper.in_features`). In a state dict the keys of `wrapped` begin with
     `wrapped.`, so save and load a model outside the block.
 
+    >>> import torch
     >>> class Doubled(Wrapper):
     ...     def forward(self, *args, **kwargs):
     ...         return 2 * self.wrapped(*args, **kwargs)
@@ -188,7 +187,7 @@ class Wrapper(nn.Module):
         self.training = wrapped.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What `wrapped` returns."""
+        """Return what `wrapped` returns."""
         return self.wrapped(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -199,76 +198,3 @@ class Wrapper(nn.Module):
             if name.startswith("__") or "wrapped" not in held:
                 raise
             return getattr(held["wrapped"], name)
-
-
-class Call(NamedTuple):
-    """One call of a caught module: `inputs` (positional by index, keyword by name) and `output`."""
-
-    inputs: Inputs
-    output: Any
-
-
-class Catcher(Wrapper):
-    """Records what goes into a module and what comes out, as detached copies.
-
-    Attributes:
-        calls: a `Call` for each call, but for those that activation checkpointing repeats.
-
-    >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
-    >>> with swap(net, {"1": Catcher}) as caught:
-    ...     _ = net(torch.ones(2, 4))
-    >>> caught["1"].calls[0].inputs[0].shape
-    torch.Size([2, 3])
-    """
-
-    def __init__(self, wrapped: nn.Module) -> None:
-        super().__init__(wrapped)
-        self.calls: list[Call] = []
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `wrapped`, record what it was given and what it returns, and return that."""
-        inputs = tree_map(snapshot, Inputs(args, kwargs))  # now: the call may write into them
-        output = self.wrapped(*args, **kwargs)
-        if not recomputing():
-            self.calls.append(Call(inputs, tree_map(snapshot, output)))
-        return output
-
-
-class GramWrapper(Wrapper):
-    """Sums XᵀX over the inputs X of a layer, each flattened to rows of its last dimension.
-
-    Layer-wise quantisation and pruning need this sum: GPTQ's Hessian is 2 XᵀX (Frantar et al. 2022,
-    arXiv:2210.17323, eq. 3). It wraps layers whose first input is (..., n_features), such as a
-    Linear; of a convolution, whose channels are in another dimension, it raises an OptionError.
-
-    Attributes:
-        gram: (n_features, n_features), fp32 or fp64, on the inputs' device; None before a call.
-        n_rows: how many rows were summed, so `gram / n_rows` is the second moment.
-
-    >>> net = nn.Sequential(nn.Linear(3, 2))
-    >>> with swap(net, {"0": GramWrapper}) as seen:
-    ...     _ = net(torch.ones(5, 3))
-    >>> seen["0"].gram[0], seen["0"].n_rows
-    (tensor([5., 5., 5.]), 5)
-    """
-
-    def __init__(self, wrapped: nn.Module) -> None:
-        super().__init__(wrapped)
-        if hasattr(unwrap(wrapped), "kernel_size"):
-            raise OptionError(
-                "GramWrapper sums over the last dimension of its inputs, and a "
-                f"{type(unwrap(wrapped)).__name__} has its channels in another. Derive your own "
-                "from Wrapper."
-            )
-        self.gram: Tensor | None = None
-        self.n_rows = 0
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Sum the first input, then call `wrapped` and return what it returns."""
-        x = (args or tuple(kwargs.values()))[0].detach()
-        if not recomputing():
-            rows = x.reshape(-1, x.shape[-1]).to(torch.promote_types(x.dtype, torch.float32))
-            with torch.autocast(x.device.type, enabled=False):
-                self.gram = rows.T @ rows + (0 if self.gram is None else self.gram)
-            self.n_rows += len(rows)
-        return self.wrapped(*args, **kwargs)
