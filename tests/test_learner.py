@@ -16,7 +16,6 @@ from torch.utils.data import (
     IterableDataset,
     SubsetRandomSampler,
     TensorDataset,
-    default_collate,
 )
 
 from hookkit.callbacks import (
@@ -472,10 +471,6 @@ def test_a_validation_without_a_batch_is_a_warning_within_a_fit() -> None:
         learn.fit(1)
 
 
-def test_a_learner_without_data_predicts_what_it_is_given() -> None:
-    assert Learner(None, RegModel()).get_preds(dl=[(torch.ones(3, 1),)])[0].shape == (3, 1)
-
-
 def test_gradients_from_before_a_fit_are_no_part_of_its_first_step() -> None:
     def trained(*, before: bool) -> Tensor:
         torch.manual_seed(0)
@@ -573,18 +568,6 @@ def test_the_training_data_are_predicted_in_order_and_whole_or_as_the_users_samp
         chosen = DataLoader(ds, 2, sampler=sampler, drop_last=True)
         _, y = plain((chosen, None), RegModel()).get_preds(ds_idx=0)
         assert y.flatten().tolist() == [4, 1, 5]
-
-
-def test_a_sample_is_predicted_without_the_augmentation_of_the_training_loader() -> None:
-    def augmented(samples: Any) -> Any:
-        x, y = default_collate(samples)
-        return x + 1, y
-
-    data = TensorDataset(torch.ones(4, 1), torch.ones(4, 1))
-    train = DataLoader(data, 2, collate_fn=augmented)
-
-    assert plain((train, DataLoader(data, 2)), nn.Identity()).predict(data[0]).item() == 1
-    assert plain((train, None), nn.Identity()).predict(data[0]).item() == 2
 
 
 @pytest.mark.parametrize("ask", ["validate", "get_preds"])

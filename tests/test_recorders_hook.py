@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookkit.callbacks import Callback
 from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats
 from hookkit.training import watch
 
@@ -111,22 +110,3 @@ def test_the_flight_recorder_watches_what_its_hook_returns() -> None:
     train(net(), recorder)
 
     assert recorder.incidents[0].name == "1"
-
-
-@pytest.mark.parametrize("kind", [ActivationStats, GradientStats, FlightRecorder])
-def test_hooks_are_the_hooks_while_they_are_on_and_can_be_removed(kind: Any) -> None:
-    recorder, model, seen = kind(), net(), list[Any]()
-    remove = Callback(after_batch=lambda self: recorder.hooks.remove())
-
-    def call(x: Tensor) -> Tensor:
-        seen.append(recorder.hooks.removed)
-        return model(x)  # type: ignore[no-any-return]
-
-    train(model, recorder, remove, n=2, call=call)
-
-    assert seen == [False, True]
-    assert recorder.modules[recorder.names.index("2")] is model[2]
-    if kind is ActivationStats:
-        assert np.isfinite(recorder.record().value("mean", "2")).tolist() == [True, False]
-    train(model, again := kind(), n=1)
-    assert again.hooks.removed  # with the block

@@ -233,7 +233,6 @@ GIVEN: dict[str, Callable[..., Any]] = {
     "hook_tensor": partial(hookkit.hook_tensor, torch.ones(1, requires_grad=True)),
     "summary": partial(summary, LINEAR, X),
     "watch": partial(watch, LINEAR),
-    "ParamStats.grad_norms": lambda **kw: hookkit.ParamStats().grad_norms(**kw),
     "hook_attention": partial(hookkit.hook_attention, LINEAR),
     "hook_function": partial(hook_function, torch.relu),
     "hook_input": partial(hookkit.hook_input, LINEAR),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookkit.recorders import ActivationStats, GradientStats, running_stats
+from hookkit.recorders import ActivationStats, GradientStats
 from hookkit.recorders.bins import LogBins
 from hookkit.recorders.running_stats import Options, RunningStats
 from hookkit.recorders.unit_stats import WINDOW, channel_dim
@@ -189,18 +189,6 @@ def test_channels_are_those_of_the_layer_before_as_the_graph_shows() -> None:
     assert channel_dim("Conv2d", torch.ones(3, 4, 4)) == 0  # without a batch
 
 
-def test_of_many_calls_on_a_device_a_bounded_number_is_sampled(engine: str) -> None:
-    stats = RunningStats("activation", ALL)
-    row = stats.row("cell", "RNNCell")
-    for _ in range(200):
-        stats.update(row, 0, "", torch.ones(2, 3))
-    if engine != "numpy":
-        assert len(stats._batch[row].counts) == running_stats._MOST_SAMPLES
-    stats.end_step(0, 0, 0)
-
-    assert stats.record().value("count").tolist() == [[1200]]
-
-
 def trained_frozen(layer: torch.nn.Module, x: torch.Tensor, **options: Any) -> Any:
     """Dead units of a ReLU behind `layer`, of which the first half gives nothing above 0."""
     with torch.no_grad():
@@ -236,42 +224,6 @@ def test_units_of_a_relu_are_those_of_the_layer_before_frozen_or_not(
     assert trained_frozen(layer.requires_grad_(not frozen), x) == [0.5] * 3
 
 
-def test_units_are_not_guessed_where_nothing_shows_them() -> None:
-    frozen = torch.nn.Conv1d(3, 8, 3).requires_grad_(False)
-
-    dead = trained_frozen(frozen, torch.randn(4, 3, 20), modules=["1"])
-
-    assert np.isnan(dead).all()
-
-
-@pytest.mark.usefixtures("engine")
-def test_units_of_float64_beyond_float32_are_judged_without_a_warning() -> None:
-    stats = RunningStats("activation", ALL)
-    x = torch.tensor([[1e-60, 0.0, 1e300, -1e300, math.nan]] * 2, dtype=torch.float64)
-    stats.update(stats.row("act", "ReLU"), 0, "", x)
-    stats.end_step(0, 0, 0)
-
-    assert stats.dead("act").tolist() == [False, True, False, True, False]
-    assert stats.record().hist.sum() == 8  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint16, torch.float8_e5m2])
-@pytest.mark.parametrize("on_a_device", [False, True])
-def test_values_without_arithmetic_are_counted(dtype: torch.dtype, on_a_device: bool) -> None:
-    stats = RunningStats("activation", ALL)
-    row, x = stats.row("act", "Sigmoid"), torch.tensor([[0.0, 1.0], [0.0, 1.0]]).to(dtype)
-    if on_a_device:
-        stats._batch[row] = stats._on_device(x, row, 1)
-    else:
-        stats.update(row, 0, "", x)
-    stats.end_step(0, 0, 0)
-
-    record = stats.record()
-    assert record.value("mean", "act") == [0.5]
-    assert record.value("saturated", "act") == [1.0]
-    assert stats.dead("act").tolist() == [True, False]
-
-
 def test_the_size_of_what_a_layer_is_given_is_that_of_all_its_calls_in_the_first_step():
     net = nn.Linear(2, 2)
     opt = torch.optim.SGD(net.parameters(), 0.1)
@@ -286,16 +238,6 @@ def test_the_size_of_what_a_layer_is_given_is_that_of_all_its_calls_in_the_first
     run = w.run_record()
     assert run.activations.meta["input_rms"] == pytest.approx([2.5])
     assert "input_rms" not in run.gradients.meta
-
-
-def test_inputs_without_floats_have_no_size():
-    stats = RunningStats("activation")
-    stats.row("fc", "Linear")
-
-    for args in ((), (torch.ones(3, dtype=torch.long),), (torch.ones(0),)):
-        stats.update_inputs(0, (args, {}))
-
-    assert "input_rms" not in stats.record().meta
 
 
 def test_two_threads_that_add_a_row_each_get_different_rows() -> None:

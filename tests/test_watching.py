@@ -141,24 +141,6 @@ def test_a_rollout_within_a_batch_is_not_recorded():
     assert seen == [True, False, True, True, True]
 
 
-@pytest.mark.parametrize("given", [0.5, net()])
-def test_what_is_no_closure_reaches_the_step_as_it_was_given(given: object):
-    class Own(torch.optim.SGD):
-        def step(self, first: object) -> None:
-            seen.append(first)
-            super().step()
-
-    model, log, seen = net(), Log(), []
-    opt = Own(model.parameters(), lr=0.1)
-
-    with watch(model, opt, log):
-        model(batches(1)[0]).sum().backward()
-        opt.step(given)
-
-    assert seen == [given]
-    assert log.events == OPEN + BATCH + CLOSE
-
-
 def test_epoch_marks_at_the_top_or_the_bottom_are_the_same():
     epochs = {}
     for place in "top", "bottom":
@@ -275,37 +257,6 @@ def test_nothing_is_left_after_an_exception_in_any_event(event: str, error: type
 
     assert n_hooks(model, opt) == 0
     assert log.cleaned == 1
-
-
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_an_exception_of_the_loop_passes_and_ends_it(error: type[BaseException]):
-    model, opt, log = logged()
-
-    w = watch(model, opt, log)
-    with pytest.raises(error), w:  # noqa: PT012
-        train(model, opt, 1)
-        model(batches()[0])
-        raise error
-
-    assert n_hooks(model, opt) == 0
-    assert log.events == OPEN + BATCH + ["before_batch", "after_pred"]
-    assert (log.cleaned, w.n_steps) == (1, 1)
-
-
-def test_an_epoch_that_is_marked_after_an_error_makes_no_step_and_sends_no_event():
-    model, log = net(), Log()
-    first, second = sgd(model[0]), sgd(model[2])
-
-    w = watch(model, [first, second], log)
-    with pytest.raises(ZeroDivisionError), w:  # noqa: PT012
-        model(batches()[0]).pow(2).mean().backward()
-        first.step()
-        raise ZeroDivisionError
-    events = [*log.events]
-    w.epoch(valid_loss=1.0)
-
-    assert (w.n_steps, log.events) == (0, events)
-    assert w.run_record().valid == [{"epoch": 0, "step": 0, "valid_loss": 1.0}]
 
 
 def test_a_failed_or_cancelled_batch_is_raised_to_the_loop_which_may_go_on():

@@ -144,25 +144,6 @@ def test_a_recorder_is_read_without_its_model():
         _ = acts.train_iter
 
 
-def test_modules_that_come_during_a_run_are_recorded_from_the_next_on():
-    model, acts, grads = net(2), ActivationStats(), GradientStats()
-    w = watch(model, None, acts, grads)
-    with w:
-        train(model, sgd(model), 2)
-        model[2] = nn.Linear(8, 3)
-        model.append(nn.Linear(3, 2))
-        train(model, sgd(model), 3)
-    with w:
-        train(model, sgd(model), 2)
-
-    counts = acts.record().value("count")
-    assert acts.names == grads.names == ["0", "2", "3"]
-    assert counts[0].tolist() == [40.0] * 7
-    np.testing.assert_array_equal(counts[1], [10.0] * 2 + [np.nan] * 3 + [15.0] * 2)
-    np.testing.assert_array_equal(counts[2], [np.nan] * 5 + [10.0] * 2)
-    assert n_hooks(model) == 0
-
-
 def test_of_optimizers_that_are_found_the_second_is_known_from_the_second_step_on():
     model, params = net(1), ParamStats()
     opts = [sgd(model[0]), sgd(model[2])]

@@ -52,11 +52,6 @@ class LayerHooks(Switch):
         self._backward = -1, True  # the number of the last backward pass; whether it makes a step
         self._warned = False  # of several backward passes through one forward
 
-    @property
-    def removed(self) -> bool:
-        """Whether none of the hooks is registered."""
-        return not self._handles
-
     def remove(self) -> None:
         """Removes the hooks from their modules; can be repeated."""
         remove_all(self._handles)

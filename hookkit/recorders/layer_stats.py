@@ -126,7 +126,7 @@ class LayerStats(StepRecorder, HookCallback):
                 self.hooks.on_inputs = None
             else:
                 running.discard_step()
-            if self.every is not None:
+            if self.every != 1:
                 self._end_step(learn, on)
         elif batch is _Batch.TRIED:
             running.discard_step()

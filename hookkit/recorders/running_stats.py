@@ -182,10 +182,11 @@ class RunningStats:
         self.spent += step_recorder.clock() - began
 
     def _on_host(self, t: Tensor, row: int, dim: int | None) -> Entry:
-        x = (t if t.dtype is torch.float32 else widened(t)).numpy()
-        alive, full, bins = None, None, self.options.bins
+        t = t if t.dtype is torch.float32 else widened(t)
+        x, alive, full, bins = t.numpy(), None, None, self.options.bins
         if self.options.units:
-            alive, full = units.look_at_array(x, self.types[row], dim)
+            seen = units.look_at(t, self.types[row], dim)
+            alive, full = (None if each is None else each.numpy() for each in seen)
         if 0 < x.size <= SMALL and x.dtype == np.float32:
             with self._lock:
                 number = self._small.add(x)
@@ -194,7 +195,7 @@ class RunningStats:
                     number = self._small.add(x)
                     assert number is not None
                 return Entry(None, ((self._small, number),), None, alive, full)
-        values = x.reshape(-1) if x.flags.c_contiguous else flat(torch.from_numpy(x)).numpy()
+        values = flat(t).numpy()
         with np.errstate(all="ignore"):  # the user's own setting may raise
             counts = None
             if bins is not None:
@@ -210,7 +211,7 @@ class RunningStats:
             if self.options.bins is not None:
                 samples = [narrowed(values[sample_of(len(values), self.table.n_steps)])]
             if self.options.units:
-                alive, full = units.look_at_tensor(x, self.types[row], dim)
+                alive, full = units.look_at(x, self.types[row], dim)
         return Entry(moment, (), samples, alive, full)
 
     def update_inputs(self, row: int, inputs: Any) -> None:

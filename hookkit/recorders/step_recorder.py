@@ -45,10 +45,10 @@ class StepRecorder(Reportable, Callback):
     table: StepTable
 
     def __init__(self, every: int | str | None) -> None:
-        if every is not None and every != "auto":
+        if every != "auto":
             what = 'how many optimizer steps there are for each that is recorded, or "auto"'
-            who = type(self).__name__
-            every = check_number(who, "every", every, 1, whole=True, what=what)
+            every = 1 if every is None else every
+            every = check_number(type(self).__name__, "every", every, 1, whole=True, what=what)
         self.every: Any = every
         self._count_from(0)
         # the last record and that of all ranks, cached as (version, record)
@@ -87,13 +87,13 @@ class StepRecorder(Reportable, Callback):
                 self._began = clock()
                 self._due = self._began >= self._wait_until
             else:
-                self._due = (n_steps - self._first) % (self.every or 1) == 0
+                self._due = (n_steps - self._first) % self.every == 0
         return self._due
 
     def _end_step(self, learn: Any, recorded: bool) -> None:
-        """Notes a step that was made; needed only if there is an `every`.
+        """Note a step that was made; not needed if every step is recorded.
 
-        Warns once, after 8 records, of an optimizer that made none of their steps.
+        Warn once, after 8 records, of an optimizer that made none of their steps.
         """
         every = self.every
         if recorded:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,40 +88,32 @@ def _middle(kind: str) -> float | None:
     return next(ends, None)
 
 
-def look_at_array(x: Any, kind: str, dim: int | None) -> tuple[Any, Any]:
-    """Return what a layer's output says of its units.
+def look_at(x: Tensor, kind: str, dim: int | None) -> tuple[Any, Any]:
+    """Return what the output of a layer of class `kind` says of its units, on its device.
 
     Returns:
-        (units,) bool, whether any value of each is above 0, or NaN: None if `dim` is. And how many
-        values are at the flat ends of a bounded activation: None of other classes.
+        (units,) bool, whether any value of each is above 0, or NaN: None if `dim` is. And a 0-d
+        tensor, how many values are at the flat ends of a bounded activation: None of other classes.
     """
-    with np.errstate(all="ignore"):  # the user's own setting may raise
-        middle, full = _middle(kind), None
-        if middle is not None and x.size:
-            full = float(np.count_nonzero(np.abs(x - middle) > 0.97 * (1 - middle)))
-        if dim is None or not x.size:
-            return None, full
-        if not dim:
-            return ~(x.reshape(len(x), -1).max(1) <= 0), full
-        alive, axes = np.zeros(x.shape[dim], bool), tuple(d for d in range(x.ndim) if d != dim)
-        at_once = max(_PART * len(x) // x.size, 1)
-        for start in range(0, len(x), at_once):  # in parts, until all units are alive
-            alive |= ~(x[start : start + at_once].max(axes) <= 0)
-            if alive.all():
-                break
-        return alive, full
-
-
-def look_at_tensor(x: Tensor, kind: str, dim: int | None) -> tuple[Any, Any]:
-    """Return the same of a tensor, on its device."""
-    middle = _middle(kind)
-    alive = full = None
-    if x.numel() and not (x.is_floating_point() and x.dtype.itemsize > 1):
+    if not x.numel():
+        return None, None
+    if not x.is_floating_point() or x.dtype.itemsize == 1:
         x = widened(x)  # bool and float8 have no arithmetic
-    if middle is not None and x.numel():
+    middle, full = _middle(kind), None
+    if middle is not None:
         full = ((x - middle).abs() > 0.97 * (1 - middle)).sum().to(torch.float32)
-    if dim is not None and x.numel():
-        alive = ~((x.amax([d for d in range(x.ndim) if d != dim]) if x.ndim > 1 else x) <= 0)
+    if dim is None or x.ndim == 1:
+        return (None if dim is None else ~(x <= 0)), full
+    others = [d for d in range(x.ndim) if d != dim]
+    # a CPU reads parts until all units are alive; a device reads all, since a look would wait
+    at_once = max(_PART * len(x) // x.numel(), 1) if x.is_cpu and dim else len(x)
+    alive: Any = None
+    for start in range(0, len(x), at_once):
+        part = x[start : start + at_once]
+        found = ~(part.amax(others) <= 0)
+        alive = found if alive is None else alive | found
+        if x.is_cpu and alive.numpy().all():
+            break
     return alive, full
 
 

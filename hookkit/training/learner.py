@@ -267,8 +267,7 @@ class Learner(Loop, Reportable):
             show_plot: whether to draw the picture, where matplotlib is installed.
 
         Returns:
-            fastai's suggestions: `.valley` is the usual one; `.steep`, `.minimum`, `.slide`.
-            `.plot()` draws what they are read from.
+            fastai's suggestion, `.valley`, and the curve that it is read from; `.plot()` draws it.
 
         Raises:
             OptionError: it was called inside `distrib_ctx`.

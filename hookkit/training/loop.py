@@ -234,8 +234,7 @@ class Loop:
         if len(steps) and steps[-1] >= self.n_steps:
             raise HookError(
                 f"{cb!r} has recorded another run, whose steps have the same numbers. Make another "
-                f"for this one, {type(cb).__name__}(…), and join what they recorded: "
-                f"run_record() of the first + run_record() of the second."
+                f"for this one: {type(cb).__name__}(…)."
             )
         vars(cb)["_token"] = self._token
 
