@@ -35,12 +35,12 @@ def x() -> Tensor:
 # --- which modules
 
 
-@pytest.mark.parametrize("leaf", ["[0", "zzz(", "[0]x", 3, None])
-def test_a_leaf_path_that_cannot_be_read_is_refused_at_once(leaf: Any) -> None:
+@pytest.mark.parametrize("path", ["[0", "zzz(", "[0]x", 3, None])
+def test_a_path_that_cannot_be_read_is_refused_at_once(path: Any) -> None:
     m = nn.ReLU()
 
-    with pytest.raises(OptionError, match=r"Hook: leaf=.* is no path into what a module gives"):
-        Hook(m, None, leaf=leaf)
+    with pytest.raises(OptionError, match=r"Hook: path=.* is no path into what a module gives"):
+        Hook(m, None, path=path)
     assert n_hooks(m) == 0
 
 

@@ -98,14 +98,14 @@ def test_keys_with_quotes_and_brackets() -> None:
 
     assert list(select(net, "it's", "a[0]", 'b"')) == ["it's", "a[0]", 'b"']
     chosen = select(net, "it's[\"it's\"]", "b\"['b\"']")
-    assert [chosen.leaf(name) for name in chosen] == ['["it\'s"]', "['b\"']"]
+    assert [chosen.path(name) for name in chosen] == ['["it\'s"]', "['b\"']"]
 
 
 def test_a_name_that_exists_is_a_name_whatever_its_characters() -> None:
     odd = nn.ModuleDict({"conv*": nn.Linear(2, 2), "attn[0]": nn.Linear(2, 2), "attn": nn.ReLU()})
 
     assert list(select(odd, "conv*", "attn[0]")) == ["conv*", "attn[0]"]
-    assert select(odd, "attn[0]").leaf("attn[0]") == ""
+    assert select(odd, "attn[0]").path("attn[0]") == ""
 
 
 def test_without_a_selector_every_module_that_runs_but_the_root_is_selected(net: Net) -> None:
@@ -155,14 +155,14 @@ def test_a_selection_is_a_selector(net: Net) -> None:
     again = select(net, first, "stem", "lstm[0]")
 
     assert list(again) == ["h", "lstm[0]", "stem"]
-    assert again.leaf("lstm[0]") == "[0]"
+    assert again.path("lstm[0]") == "[0]"
 
 
-# --- leaf paths
+# --- paths into an output
 
 
 @pytest.mark.parametrize(
-    ("what", "name", "leaf"),
+    ("what", "name", "path"),
     [
         ("blocks.0.attn[0]", "blocks.0.attn", "[0]"),
         ("lstm[1][0]", "lstm", "[1][0]"),
@@ -173,19 +173,19 @@ def test_a_selection_is_a_selector(net: Net) -> None:
         ("[0]", "", "[0]"),
     ],
 )
-def test_a_path_into_the_output(net: Net, what: str, name: str, leaf: str) -> None:
+def test_a_path_into_the_output(net: Net, what: str, name: str, path: str) -> None:
     chosen = select(net, what)
 
     (key,) = chosen
-    assert chosen.leaf(key) == leaf
-    assert chosen.place(key) == (name, leaf)
+    assert chosen.path(key) == path
+    assert chosen.place(key) == (name, path)
 
 
 def test_a_path_goes_with_globs_and_dicts(net: Net) -> None:
     chosen = select(net, "blocks.*.attn[0]", {"lstm[0]": "h"})
 
     assert list(chosen) == [*(f"blocks.{i}.attn[0]" for i in range(3)), "h"]
-    assert [chosen.leaf(name) for name in chosen] == ["[0]"] * 4
+    assert [chosen.path(name) for name in chosen] == ["[0]"] * 4
 
 
 # --- shared modules, cycles, wrappers, odd modules

@@ -45,7 +45,7 @@ def edit_output(
 
     Args:
         modules: one module (a Sequential is one, with what it returns itself); or several: an
-            iterable of modules, a ModuleList, or what `select` returns, which brings names and leaf
+            iterable of modules, a ModuleList, or what `select` returns, which brings names and
             paths: of `"lstm[0]"` only that tensor is given to `f`. One given twice is edited once.
         f: gets the positional and keyword inputs as an `Inputs` tuple, and the live output; gives
             the replacement, of the same structure, or None to leave it. A function of one argument
@@ -97,7 +97,7 @@ def edit_input(
     `edit_inputs` is another name of it. Everything that is not said here is as in `edit_output`.
 
     Args:
-        modules, calls: as in `edit_output`; leaf paths are into the inputs.
+        modules, calls: as in `edit_output`; paths are into the inputs.
         f: gets an `Inputs`: a tuple of the positional inputs, keyword inputs by name
             (`input["mask"]`, `input.kwargs`). It gives the one positional input, a tuple of as many
             as there are (keyword inputs stay), an `Inputs` for all, or None. Or a ready-made edit,
@@ -262,7 +262,7 @@ def _edits(who: str, kind: str, modules: Any, f: Any, calls: Calls = None) -> Ho
         named = [(None, modules, "")]
     else:
         named = require_modules(named_modules_of(modules, who), who)
-    once = {(id(m), leaf): (name, m, leaf) for name, m, leaf in named}
+    once = {(id(m), path): (name, m, path) for name, m, path in named}
     options = edit_options(who, kind, f, calls)
     return hooks_of(list(once.values()), options, modules, only_in_with=True)
 
@@ -292,8 +292,8 @@ def _by_layer(
                 given,
             )
         for named in named_modules_of(select(modules, key), who) if is_model else [given[key]]:
-            name, module, leaf = str(named[0]), named[1], named[2]
-            if (other := keys.setdefault((id(module), leaf), key)) != key:
+            name, module, path = str(named[0]), named[1], named[2]
+            if (other := keys.setdefault((id(module), path), key)) != key:
                 raise OptionError(
                     f'{who}: two keys mean the layer "{name}", {other!r} and {key!r}. Give it one '
                     "edit."

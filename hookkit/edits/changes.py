@@ -92,7 +92,7 @@ def zero(*, at: Any = None) -> Change:
 
     Args:
         at: what to act on, as in `tensor[at]`: an int, slice, tuple, mask, index tensor; default
-            all. Of a structured output every tensor, unless a leaf was selected (`"lstm[0]"`).
+            all. Of a structured output every tensor, unless a part was selected (`"lstm[0]"`).
 
     Returns:
         The edit, for `edit_output` and the like.
@@ -264,12 +264,12 @@ def _stored(run: Hook | Hooks | Mapping[str, Any], module: nn.Module, hook: Any)
         labels = list(run)
         values = [run[name] for name in names if name in run]
     else:
-        hooks, leaf = [run] if isinstance(run, Hook) else list(run), getattr(hook, "leaf", "")
+        hooks, path = [run] if isinstance(run, Hook) else list(run), getattr(hook, "path", "")
         labels = [h.label for h in hooks]
         same = [h for h in hooks if h.module is module or _is_same_call(h, module, n)]
         same = same or [h for h in hooks if h.name in names and not h.scope.names_are_positions]
-        values = [_value(h, n) for h in same if h.leaf == leaf]
-        values = values or [tree_get(_value(h, n), leaf) for h in same if not h.leaf]
+        values = [_value(h, n) for h in same if h.path == path]
+        values = values or [tree_get(_value(h, n), path) for h in same if not h.path]
     if not values:
         shown = ", ".join(labels[:4]) + (" …" if len(labels) > 4 else "")
         why = "" if has_name else " A position in a list is no name."

@@ -133,7 +133,7 @@ class AttentionHooks(FunctionHooks):
     def __init__(self, within: Any, options: HookOptions, numbered: bool = True) -> None:
         super().__init__(softmax, within, options, numbered)
         self.wanted = {"attention"}
-        self.leaf = "[0]" if options.kind == "pre" else ""
+        self.path = "[0]" if options.kind == "pre" else ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` in PyTorch's place, and show attention's pattern. The mode is off then."""

@@ -28,6 +28,7 @@ from hookkit.errors import ArgumentError, HookError, OptionError, SelectionError
 from hookkit.hooks.attach import check_hookable
 from hookkit.hooks.hook import Hook
 from hookkit.hooks.options import HookOptions, HookScope, kind_of, silent_reasons
+from hookkit.hooks.selection import Selection
 from hookkit.hooks.values import Values
 
 T = TypeVar("T")
@@ -95,9 +96,9 @@ class Hooks:
         scope = HookScope(options, only_in_with=only_in_with, names_are_positions=positions)
         self.scope = scope
         self.hooks: list[Hook] = []
-        for name, m, leaf in named:
+        for name, m, path in named:
             self.hooks.append(hook := Hook.__new__(Hook))
-            hook._init(m, scope, name, leaf)
+            hook._init(m, scope, name, path)
         if not only_in_with:
             self.register()
 
@@ -231,7 +232,7 @@ class Hooks:
         about = {
             "keys": keys,
             "types": {name: type(h.module).__name__ for name, h in by_name.items()},
-            "leaves": {name: h.leaf for name, h in by_name.items()},
+            "paths": {name: h.path for name, h in by_name.items()},
             "kind": self.options.kind,
         }
         with atomic_write(path) as file:
@@ -320,14 +321,15 @@ def require_modules(named: list[Named], who: str) -> list[Named]:
 
 
 def named_modules_of(ms: Any, who: str) -> list[Named]:
-    """Return the modules in `ms` with their names, or None where they have none, and leaf paths."""
+    """Return the modules in `ms` with their names, or None where they have none, and paths."""
     if isinstance(ms, nn.Module):
         ms = unwrap(ms)
     if isinstance(ms, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
         return [(name, m, "") for name, m in submodules(ms).items()]
     if isinstance(ms, Mapping):
-        leaf = getattr(ms, "leaf", lambda name: "")
-        return [(name, m, leaf(name)) for name, m in ms.items()]
+        return [
+            (name, m, ms.path(name) if isinstance(ms, Selection) else "") for name, m in ms.items()
+        ]
     if isinstance(ms, (str, nn.Module)) or not isinstance(ms, Iterable):
         by_name = isinstance(ms, str)
         what = f'the string "{ms}"' if by_name else type(ms).__name__

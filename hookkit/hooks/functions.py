@@ -82,9 +82,9 @@ class FunctionCall:
 
     __slots__ = ("__weakref__", "function", "hook", "name", "owner")
 
-    def __init__(self, name: str, owner: nn.Module | None, scope: HookScope, leaf: str) -> None:
+    def __init__(self, name: str, owner: nn.Module | None, scope: HookScope, path: str) -> None:
         self.name, self.function, self.owner = name, None, owner
-        self.hook = hook_of(self, scope, name, leaf)
+        self.hook = hook_of(self, scope, name, path)
         self.hook.registered = True  # by this
 
     def run(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ class FunctionCall:
             args, kwargs = (args, kwargs) if new is None else new
             return function(*args, **kwargs)
         out = function(*args, **kwargs)
-        plain = options.fast and not hook.leaf
+        plain = options.fast and not hook.path
         new = hook(this, args, out) if plain else hook(this, args, kwargs, out)
         return out if new is None else new
 
@@ -115,7 +115,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
             in one module share a hook.
     """
 
-    leaf = ""  # the part of what is called or returned that hooks see
+    path = ""  # the part of what is called or returned that hooks see
     quiet = False  # about a block in which none was called
 
     def __init__(self, f: Any, within: Within, options: HookOptions, numbered: bool = True) -> None:
@@ -221,7 +221,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
             self.counts[full] += 1
             full = f"{full}:{n}"
         if full not in self.calls:
-            call = self.calls[full] = FunctionCall(full, owner, self.scope, self.leaf)
+            call = self.calls[full] = FunctionCall(full, owner, self.scope, self.path)
             self.hooks.append(call.hook)
         return self.calls[full]
 
@@ -367,13 +367,13 @@ def _names_of(within: Any, who: str) -> tuple[dict[int, str], bool]:
     if isinstance(within, nn.Module):
         within = modules_inside(within, who)
     names, positions = dict[int, str](), False
-    for i, (name, m, leaf) in enumerate(named_modules_of(within, who)):
+    for i, (name, m, path) in enumerate(named_modules_of(within, who)):
         check_hookable(m, who)
         positions |= name is None
-        if leaf:
+        if path:
             raise OptionError(
                 f'{who}: within takes modules, and "{name}" selects a part of an output. '
-                f"Leave out {leaf}."
+                f"Leave out {path}."
             )
         names.setdefault(id(m), str(i) if name is None else name)
     return names, positions

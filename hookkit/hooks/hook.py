@@ -77,7 +77,7 @@ class Hook:
         stop: in a `with` block, the forward ends, and the block with it, when this has fired.
         prepend: before the hooks that the module has, instead of after them.
         name: what messages call the module.
-        leaf: path into the output, such as `[0]`: stands for the output everywhere.
+        path: path into the output, such as `[0]`: stands for the output everywhere.
 
     Raises:
         ArgumentError: `m` is no module, `hook_func` no function.
@@ -110,24 +110,24 @@ class Hook:
         stop: bool = False,
         prepend: bool = False,
         name: str | None = None,
-        leaf: str = "",
+        path: str = "",
     ) -> None:
         kind = kind_of("Hook", is_forward, pre)
         more: Any = {"keep": keep, "clone": clone, "stop": stop, "prepend": prepend}
         options = HookOptions("Hook", kind, hook_func, detach, cpu, gather, edit=edit, **more)
         check_hookable(m, "Hook")
-        if not isinstance(leaf, str) or not is_path(leaf):
+        if not isinstance(path, str) or not is_path(path):
             raise OptionError(
-                f"Hook: leaf={leaf!r} is no path into what a module gives. Write it as [0], .name "
+                f"Hook: path={path!r} is no path into what a module gives. Write it as [0], .name "
                 "or ['key'], or one after the other."
             )
-        self._init(m, HookScope(options), name, leaf)
+        self._init(m, HookScope(options), name, path)
         self.register()
 
-    def _init(self, m: nn.Module | None, scope: HookScope, name: str | None, leaf: str) -> None:
+    def _init(self, m: nn.Module | None, scope: HookScope, name: str | None, path: str) -> None:
         """Set all attributes; `hook_of` calls this without `__init__`, with checked options."""
         self._module: Callable[[], nn.Module | None] = (lambda: None) if m is None else ref(m)
-        self.scope, self.name, self.leaf = scope, name, leaf
+        self.scope, self.name, self.path = scope, name, path
         self.handle: RemovableHandle | None = None
         self.registered = False  # what a compiled graph can ask, unlike the handle
         self.n_calls = 0
@@ -172,7 +172,7 @@ class Hook:
             raise HookError(f"{options.who}: the module of this hook is gone. Make a new hook.")
         kind, first = options.kind, options.prepend
         if kind == "forward" or kind == "grad":
-            kwargs = not options.fast or self.leaf != ""
+            kwargs = not options.fast or self.path != ""
             self.handle = m.register_forward_hook(self, prepend=first, with_kwargs=kwargs)
         elif kind == "backward":
             self.handle = m.register_full_backward_hook(self, prepend=first)
@@ -211,7 +211,7 @@ class Hook:
         kind = options.kind
         if kind == "backward":
             return self._backward(module, args, x)
-        if kind == "forward" and options.fast and not self.leaf:  # without keyword inputs
+        if kind == "forward" and options.fast and not self.path:  # without keyword inputs
             return self._forward(module, args, {}, x)
         # PyTorch notes in a second step that a hook takes keyword inputs, so a call in another
         # thread can come without them while the hook is being registered or removed.
@@ -263,9 +263,9 @@ class Hook:
             self._store(new)
         if not options.edit or new is None:
             return None
-        if self.leaf or not pre:
+        if self.path or not pre:
             check_same(self, part, new)
-            new = tree_set(value, self.leaf, new)
+            new = tree_set(value, self.path, new)
         return new_inputs(self, value, new) if pre else new
 
     def _backward(self, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
@@ -296,13 +296,13 @@ class Hook:
         receive = self._grad_editor(module) if options.edit else self._grad_receiver(part)
         if not pre:
             new = listen_output(module, args, kwargs, part, receive, options.edit)
-            return None if new is None else tree_set(output, self.leaf, new)
-        new = tree_set(value, self.leaf, listen_inputs(module, value, part, receive))
+            return None if new is None else tree_set(output, self.path, new)
+        new = tree_set(value, self.path, listen_inputs(module, value, part, receive))
         return tuple(new), new.kwargs
 
     def _part(self, x: Any) -> Any:
-        """Return the part of `x` at the path `leaf`."""
-        return part_at(x, self.leaf, self.options.who, lambda: self.label) if self.leaf else x
+        """Return the part of `x` at the path `path`."""
+        return part_at(x, self.path, self.options.who, lambda: self.label) if self.path else x
 
     def _call(self, module: nn.Module, *seen: Any) -> Any:
         """Call the user's function; a ready-made edit also gets the hook."""
@@ -599,14 +599,14 @@ class Hook:
         return _inert, ()
 
 
-def hook_of(m: Any, scope: HookScope, name: str | None = None, leaf: str = "") -> Hook:
+def hook_of(m: Any, scope: HookScope, name: str | None = None, path: str = "") -> Hook:
     """Return a `Hook` with the options of `scope`, which is not registered yet.
 
     Args:
         m: a module, or what stands for one, such as a `FunctionCall`.
     """
     hook = Hook.__new__(Hook)
-    hook._init(m, scope, name, leaf)
+    hook._init(m, scope, name, path)
     return hook
 
 

@@ -34,7 +34,7 @@ Selector = str | re.Pattern[str] | type | nn.Module | Callable[..., bool] | Iter
 
 __all__ = ["Selection", "Selector", "leaf_modules", "select", "unwrap"]
 
-_LEAF = re.compile(rf"(.*?)((?:{BRACKET})+)", re.DOTALL)
+_WITH_PATH = re.compile(rf"(.*?)((?:{BRACKET})+)", re.DOTALL)
 _BRACES = re.compile(r"\{([^{}]*)\}")
 # `**.` at the start of a part, `.**` at the end, `*` and `?`, `[0-3]`, `{q,k}`
 _WILDCARD = re.compile(r"(?:^|(?<=\.))\*\*\.|\.\*\*$|\*+|\?|\[!?[^]]+\]|\{[^{}]*\}")
@@ -46,16 +46,16 @@ class Pick(NamedTuple):
 
     Attributes:
         name: the module's name in the model.
-        leaf: the path into its output that is meant, or "".
-        given: selected by its name; else by a pattern, which gives a shared module once.
-        new: its name in the selection, if a dict renames it.
+        path: the path into its output that is meant, or "".
+        by_name: selected by its name; else by a pattern, which gives a shared module once.
+        new_name: its name in the selection, if a dict renames it.
     """
 
     name: str
     module: nn.Module
-    leaf: str = ""
-    given: bool = False
-    new: str = ""
+    path: str = ""
+    by_name: bool = False
+    new_name: str = ""
 
 
 class Selection(dict[str, nn.Module]):
@@ -73,13 +73,13 @@ class Selection(dict[str, nn.Module]):
 
     def __init__(self, picks: Mapping[str, Pick]) -> None:
         super().__init__((name, pick.module) for name, pick in picks.items())
-        self._places = {name: (pick.name, pick.leaf) for name, pick in picks.items()}
+        self._places = {name: (pick.name, pick.path) for name, pick in picks.items()}
 
     def place(self, name: str) -> tuple[str, str]:
         """The module's name in the model, and the path into its output that is meant, or ""."""
         return self._places[name]
 
-    def leaf(self, name: str) -> str:
+    def path(self, name: str) -> str:
         """The path into the module's output, such as `[0]` or `['logits']`; "" for all of it."""
         return self._places[name][1]
 
@@ -151,13 +151,13 @@ def select(model: nn.Module, *what: Selector) -> Selection:
     picks: dict[str, Pick] = {}
     taken: set[tuple[int, str]] = set()
     for pick in finder.of(what) if what else finder.everything():
-        place = id(pick.module), pick.leaf
-        if not pick.given and place in taken:  # a second name of a shared module
+        place = id(pick.module), pick.path
+        if not pick.by_name and place in taken:  # a second name of a shared module
             continue
         taken.add(place)
-        name = pick.new or pick.name + pick.leaf
+        name = pick.new_name or pick.name + pick.path
         other = picks.setdefault(name, pick)
-        if (id(other.module), other.leaf) != place:
+        if (id(other.module), other.path) != place:
             raise OptionError(
                 f'select: two modules have the name "{name}", "{other.name}" and "{pick.name}". '
                 "Give one of them another name."
@@ -314,7 +314,7 @@ class _Finder:
         """What one selector matches."""
         if isinstance(what, Selection):
             for name, m in what.items():
-                yield self.by_module(m)._replace(leaf=what.leaf(name), given=True, new=name)
+                yield self.by_module(m)._replace(path=what.path(name), by_name=True, new_name=name)
         elif isinstance(what, Mapping):
             for key, new in what.items():
                 yield self.renamed(key, new)
@@ -361,20 +361,20 @@ class _Finder:
                 f'select: a dict gives the name "{new}" to one module, and {key!r} matches '
                 f"{len(picks)}. Select one, or keep the names: select(model, {key!r})."
             )
-        return picks[0]._replace(given=True, new=new)
+        return picks[0]._replace(by_name=True, new_name=new)
 
     def by_text(self, text: str) -> list[Pick]:
         """A name, glob or role, with a path into the output at its end if it has one."""
         if place := find(self.model, text):
-            return [Pick(*place, given=True)]
-        path = _LEAF.fullmatch(text)
+            return [Pick(*place, by_name=True)]
+        path = _WITH_PATH.fullmatch(text)
         if path and (picks := self.matched(path[1])):
             if not any(can_run(pick.module) for pick in picks):
                 raise SelectionError(
                     f'no module matches "{text}": "{path[1]}" is never called, and has no output. '
                     f'Its entries are modules: "{path[1]}.{path[2].strip("[]")}".'
                 )
-            return [pick._replace(leaf=canonical(path[2])) for pick in picks]
+            return [pick._replace(path=canonical(path[2])) for pick in picks]
         if picks := self.matched(text):
             return picks
         what = f'no module matches "{text}"'
@@ -395,7 +395,7 @@ class _Finder:
         picks = []
         for pattern in expand(text):
             if place := find(self.model, pattern):
-                picks.append(Pick(*place, given=True))
+                picks.append(Pick(*place, by_name=True))
             elif any(c in pattern for c in "*?["):
                 picks += _globbed(self.root, pattern)
         return _running(picks)
@@ -403,7 +403,7 @@ class _Finder:
 
 def _running(picks: list[Pick]) -> list[Pick]:
     """Those that were selected by name, or run; all if that is none (a pattern of containers)."""
-    return [pick for pick in picks if pick.given or can_run(pick.module)] or picks
+    return [pick for pick in picks if pick.by_name or can_run(pick.module)] or picks
 
 
 def _test(what: Any) -> Any:

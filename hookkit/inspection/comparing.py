@@ -181,8 +181,8 @@ def _chosen(x: nn.Module | Side, modules: Any, side: Side) -> dict[str, nn.Modul
         return {name: m for name, m, first in walk(root) if first and can_run(m)}
     selection = select(root, *(modules if isinstance(modules, list | tuple) else [modules]))
     for key, module in selection.items():
-        name, leaf = selection.place(key)
-        chosen[name], side.paths[name] = module, (*side.paths.get(name, ()), leaf)
+        name, path = selection.place(key)
+        chosen[name], side.paths[name] = module, (*side.paths.get(name, ()), path)
     return chosen
 
 

@@ -47,7 +47,7 @@ def feature_extractor(
 
     Args:
         model: any model; it is not changed.
-        what: layers as in `select`: names, globs, leaf paths (`"lstm[1][0]"`), classes, and dicts
+        what: layers as in `select`: names, globs, paths (`"lstm[1][0]"`), classes, and dicts
             that name the features: `{"layer2": "h"}`.
         detach: gives detached tensors; by default gradients flow through the features.
         stop: False lets the whole model run in any case.
@@ -108,15 +108,15 @@ class FeatureExtractor(Wrapper):
         # torch.export needs the whole forward; operations without a use fall out of its graph
         stop = self.stop and call_kind() != "exported"
 
-        def seeing(key: str, leaf: str) -> Callable[..., None]:
-            """The hook that stores the output of a layer, or the part of it at `leaf`."""
+        def seeing(key: str, path: str) -> Callable[..., None]:
+            """The hook that stores the output of a layer, or the part of it at `path`."""
 
             def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
                 nonlocal stop
                 # other threads may call the same model, in an extractor or not
                 if key in features or call_kind(thread) == "other thread":
                     return
-                part = part_at(output, leaf, "feature_extractor", lambda: f'"{key}"')
+                part = part_at(output, path, "feature_extractor", lambda: f'"{key}"')
                 # later in-place operations do not change it
                 features[key] = tree_map(snapshot if self.detach else Tensor.clone, part)
                 if stop and len(features) == len(self.wanted):
@@ -128,9 +128,9 @@ class FeatureExtractor(Wrapper):
         with ExitStack() as stack:
             stack.callback(EAGER.end, features)
             enter_eager(features)
-            for key, (name, leaf) in self.wanted.items():
+            for key, (name, path) in self.wanted.items():
                 _, module = find(self.wrapped, name) or ("", select(self.wrapped, name)[name])
-                stack.callback(attach(module, seeing(key, leaf)).remove)
+                stack.callback(attach(module, seeing(key, path)).remove)
             try:
                 self.wrapped(*args, **kwargs)
             except StopForward as e:
@@ -152,5 +152,5 @@ class FeatureExtractor(Wrapper):
 
     def extra_repr(self) -> str:
         """The features, and where they come from."""
-        paths = {key: name + leaf for key, (name, leaf) in self.wanted.items()}
+        paths = {key: name + path for key, (name, path) in self.wanted.items()}
         return ", ".join(p if p == key else f"{key} = {p}" for key, p in paths.items())

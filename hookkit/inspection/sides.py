@@ -219,12 +219,12 @@ def read(path: str | Path) -> Side:
         )
     side = Side(saved=True, last=all(call is None for _, _, call, _ in about["keys"]))
     for text, name, call, inner in about["keys"]:
-        leaf = about["leaves"][name]
-        module = name.removesuffix(leaf)
-        side.paths[module] = (*side.paths.get(module, ()), leaf)
+        part = about["paths"][name]
+        module = name.removesuffix(part)
+        side.paths[module] = (*side.paths.get(module, ()), part)
         side.types[module] = about["types"][name]
         key = Key(module, "output", call or 0)
-        side.values.setdefault(key, []).append((leaf + inner, tensors[text]))
+        side.values.setdefault(key, []).append((part + inner, tensors[text]))
     side.values = {key: side.values[key] for key in _inside_out([*side.values])}
     return side
 
