@@ -28,7 +28,7 @@ def test_alone_everything_is_the_identity() -> None:
     assert ranks.gather(x) is x
     assert ranks.gather_object(3) == [3]
     assert (ranks.rank(), ranks.world_size(), ranks.is_distributed()) == (0, 1, False)
-    assert torch.equal(ranks.total(x["a"]), x["a"])
+    assert torch.equal(ranks.all_reduce_sum(x["a"]), x["a"])
 
 
 def test_alone_a_gathering_hook_stores_what_any_hook_does() -> None:
@@ -132,9 +132,9 @@ def refuses_calls_and_gradients_that_only_some_ranks_have(r: int) -> None:
 def reduces(r: int) -> None:
     t = torch.tensor([1.0, 2.0], dtype=torch.float64) * (r + 1)
 
-    assert ranks.total(t).tolist() == [3, 6]
+    assert ranks.all_reduce_sum(t).tolist() == [3, 6]
     assert t.tolist() == [r + 1, 2 * (r + 1)]
-    assert ranks.greatest(t - 3).tolist() == [-1, 1]
+    assert ranks.all_reduce_max(t - 3).tolist() == [-1, 1]
     assert ranks.gather_object({"rank": r}) == [{"rank": 0}, {"rank": 1}]
     assert ranks.world_size() == 2
 
@@ -187,7 +187,7 @@ def loses_the_other(rank: int, folder: Path) -> None:
     if rank == 1:
         (folder / "left1").touch()
         os._exit(0)
-    with pytest.raises(RuntimeError, match="one's own") as own, ranks.together("come"):
+    with pytest.raises(RuntimeError, match="one's own") as own, ranks.collective("come"):
         raise RuntimeError("one's own")
     assert not isinstance(own.value, HookError)
     stats = ActivationStats()

@@ -12,7 +12,7 @@ from hookkit.recorders import (
     ParamStats,
     triton_rows,
 )
-from hookkit.recorders.moments import moments, widened
+from hookkit.recorders.moments import moments, to_widest_float
 from hookkit.training import watch
 
 pytest.importorskip("triton")
@@ -43,7 +43,7 @@ def test_one_read_equals_the_reference(device: str, dtype: torch.dtype, mean: fl
     sums = triton_rows.sums_of(x[:3000], 0.05)
     both = triton_rows.joined(sums, triton_rows.sums_of(x[3000:], 0.05))
 
-    got, want = triton_rows.collapse(both[None])[0].cpu(), moments(widened(x), 0.05).cpu()
+    got, want = triton_rows.collapse(both[None])[0].cpu(), moments(to_widest_float(x), 0.05).cpu()
     assert got[0] == 2
     torch.testing.assert_close(got[1:], want[1:], rtol=1e-6, atol=1e-6)
 

@@ -51,7 +51,7 @@ from hookkit._core.checks import (
     check_number,
     check_path,
     kind_of,
-    shown,
+    short_repr,
 )
 from hookkit.edits.swapping import Wrapper
 from hookkit.errors import ArgumentError, HookkitWarning, OptionError
@@ -388,8 +388,8 @@ def test_shown_gives_the_kind_of_an_object_that_cannot_be_printed() -> None:
         def __repr__(self) -> str:
             raise RuntimeError("no text")
 
-    assert shown(Mute()) == "a Mute"
-    assert shown([1] * 100).endswith("…")
+    assert short_repr(Mute()) == "a Mute"
+    assert short_repr([1] * 100).endswith("…")
     assert kind_of(nn.ReLU) == "the class ReLU"
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from hookkit._core.checks import kind_of
 from hookkit._core.pytree import (
     is_container,
-    parts_of,
+    tree_children,
     tree_leaves,
     tree_leaves_with_path,
     tree_rebuild,
@@ -36,7 +36,7 @@ def to_device(x: Any, device: torch.device) -> Any:
     is_plain = type(x) is tuple or type(x) is list  # the usual batch: no paths are needed
     if not (is_plain or is_container(x)):
         return x.to(device) if hasattr(x, "to") else x
-    parts = x if is_plain else [part for _, part in parts_of(x)]
+    parts = x if is_plain else [part for _, part in tree_children(x)]
     moved = [to_device(part, device) for part in parts]
     return x if all(a is b for a, b in zip(moved, parts, strict=True)) else tree_rebuild(x, moved)
 

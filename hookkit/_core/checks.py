@@ -49,7 +49,9 @@ def check_flag(who: str, name: str, value: Any, hint: str = "") -> bool:
     """`value`, True or False (also numpy's, and 0 or 1)."""
     if isinstance(value, (bool, np.bool_)) or (is_whole(value) and value in (0, 1)):
         return bool(value)
-    raise ArgumentError(f"{who}({name}={shown(value)}): give True or False.{hint and ' ' + hint}")
+    raise ArgumentError(
+        f"{who}({name}={short_repr(value)}): give True or False.{hint and ' ' + hint}"
+    )
 
 
 def check_number(
@@ -76,7 +78,7 @@ def check_number(
     words = [f"{word} {limit:.12g}" for word, limit in limits.items() if abs(limit) < math.inf]
     wanted = " ".join(["a whole number" if whole else "a number", *words])
     meaning = f"{name} is {what}. " if what else ""
-    raise OptionError(f"{who}({name}={shown(value)}): {meaning}Give {wanted}.")
+    raise OptionError(f"{who}({name}={short_repr(value)}): {meaning}Give {wanted}.")
 
 
 def check_choice(who: str, name: str, value: Any, choices: Collection[str]) -> Any:
@@ -86,7 +88,7 @@ def check_choice(who: str, name: str, value: Any, choices: Collection[str]) -> A
     near = nearest(value, choices, n=1) if isinstance(value, str) else []
     hint = f' Did you mean "{near[0]}"?' if near else ""
     options = ", ".join(f'"{choice}"' for choice in choices)
-    raise OptionError(f"{who}({name}={shown(value)}): give one of {options}.{hint}")
+    raise OptionError(f"{who}({name}={short_repr(value)}): give one of {options}.{hint}")
 
 
 def check_path(who: str, path: Any, name: str = "path") -> Path:
@@ -95,7 +97,9 @@ def check_path(who: str, path: Any, name: str = "path") -> Path:
         text = os.fspath(path)
         if isinstance(text, str) and text.strip() and "\0" not in text:
             return Path(text)
-    raise ArgumentError(f'{who}({name}={shown(path)}): give the path of a file, such as "run.npz".')
+    raise ArgumentError(
+        f'{who}({name}={short_repr(path)}): give the path of a file, such as "run.npz".'
+    )
 
 
 def check_function(who: str, f: Any, *arguments: str, name: str = "hook_func") -> Any:
@@ -147,7 +151,9 @@ def check_callable(who: str, name: str, f: Any, cure: str = "a function") -> Any
     if f is None or (callable(f) and not is_module_class):
         return f
     fix = f"Call the class: {f.__name__}()." if is_module_class else f"Give {cure}."
-    raise ArgumentError(f"{who}({name}={shown(f)}): expected a function, found {kind_of(f)}. {fix}")
+    raise ArgumentError(
+        f"{who}({name}={short_repr(f)}): expected a function, found {kind_of(f)}. {fix}"
+    )
 
 
 class OfLast:
@@ -196,7 +202,7 @@ def is_whole(x: Any) -> bool:
     return isinstance(x, Integral) and not isinstance(x, bool)
 
 
-def shown(x: Any, most: int = 60) -> str:
+def short_repr(x: Any, most: int = 60) -> str:
     """`repr(x)` on one line of at most `most` characters."""
     try:
         text = x.__name__ if isinstance(x, type) else " ".join(repr(x).split())

@@ -17,10 +17,10 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
-def widened(t: Tensor) -> Tensor:
+def to_widest_float(t: Tensor) -> Tensor:
     """`t` in the widest float of its device; the same object if it is in it.
 
-    >>> widened(torch.ones(2)).dtype
+    >>> to_widest_float(torch.ones(2)).dtype
     torch.float64
     """
     return t.to(widest_float(t.device))

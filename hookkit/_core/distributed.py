@@ -1,9 +1,9 @@
 """Several processes as one: gather, compare, reduce. Only this file imports torch.distributed.
 
-Alone (no process group) every function is the identity, so callers need no `if`. Nothing here is
-ever called inside a hook: a collective that only some ranks reach blocks all of them. So ranks meet
-only where the loop or the user calls on each of them, `together` around it says who is waited for,
-and reading what was recorded never waits. Builds on `nested`.
+Alone (no process group) every function returns what it was given, so callers need no `if`. Nothing
+here is ever called inside a hook: a collective operation that only some ranks reach blocks all of
+them. So ranks meet only where every rank calls, `collective` around it says who is waited for, and
+reading what was recorded never waits.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def world_size() -> int:
     return dist.get_world_size() if is_distributed() else 1
 
 
-def this_rank() -> str:
+def rank_label() -> str:
     """This process in words; "" when alone."""
     return f"rank {rank()} of {world_size()}" if is_distributed() else ""
 
 
 @contextmanager
-def together(doing: str, *, after_s: float = 10.0) -> Iterator[None]:
+def collective(doing: str, *, after_s: float = 10.0) -> Iterator[None]:
     """Around collectives: says on stderr that it waits, and who failed to come if one fails.
 
     Args:
@@ -58,7 +58,7 @@ def together(doing: str, *, after_s: float = 10.0) -> Iterator[None]:
     if not is_distributed():
         yield
         return
-    text = f"hookkit: {this_rank()} waits: every rank has to {doing}.\n"
+    text = f"hookkit: {rank_label()} waits: every rank has to {doing}.\n"
     timer = Timer(after_s, lambda: (sys.stderr.write(text), sys.stderr.flush()))
     timer.daemon = True
     timer.start()
@@ -70,8 +70,8 @@ def together(doing: str, *, after_s: float = 10.0) -> Iterator[None]:
         if isinstance(error, HookError) or not any("torch.distributed" in m for m in modules):
             raise
         raise HookError(
-            f"{this_rank()} waited for the other ranks: every rank has to {doing}. One of them has "
-            f"ended or did not come in time. Look for the first error of the other ranks."
+            f"{rank_label()} waited for the other ranks: every rank has to {doing}. One of them "
+            "has ended or did not come in time. Look for the first error of the other ranks."
         ) from error
     finally:
         timer.cancel()
@@ -105,7 +105,7 @@ def gather(x: Any, names: Sequence[str] | None = None) -> Any:
         for label, part in zip(labels, parts, strict=True)
     ]
     texts = [f"{label}, {describe(part)}" for label, part in zip(labels, parts, strict=True)]
-    with together(f"read {labels[0] if labels else 'nothing'}{more}, gathered", after_s=1.0):
+    with collective(f"read {labels[0] if labels else 'nothing'}{more}, gathered", after_s=1.0):
         _check_alike(gather_object((forms, texts)))
         # after the check: what cannot be sent is an error on all ranks, and none waits for another
         rows = [(t if t.ndim else t.view(1)).detach().cpu().contiguous() for t in tree_leaves(x)]
@@ -144,19 +144,19 @@ def gather_object(x: Any, group: Any = None) -> list[Any]:
     return everyone
 
 
-def total(t: Tensor) -> Tensor:
+def all_reduce_sum(t: Tensor) -> Tensor:
     """The sum of `t` over the ranks, a new tensor like `t`. Alone: a copy of `t`.
 
-    >>> total(torch.tensor([1.0, 2.0]))
+    >>> all_reduce_sum(torch.tensor([1.0, 2.0]))
     tensor([1., 2.])
     """
     return _reduced(t, "SUM")
 
 
-def greatest(t: Tensor) -> Tensor:
+def all_reduce_max(t: Tensor) -> Tensor:
     """The greatest of the ranks' values for each element of `t`, a new tensor. Alone: a copy.
 
-    >>> greatest(torch.tensor([1.0, 2.0]))
+    >>> all_reduce_max(torch.tensor([1.0, 2.0]))
     tensor([1., 2.])
     """
     return _reduced(t, "MAX")
@@ -185,7 +185,7 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    with together("save the sharded model"):
+    with collective("save the sharded model"):
         return get_model_state_dict(model, options=options)
 
 

@@ -2,8 +2,8 @@
 
 Containers are tuples, namedtuples, lists, deques, dicts and other mappings (Hugging Face's
 ModelOutput too), dataclasses, PackedSequence and `Inputs`. Each keeps its type; anything else is
-passed on by reference. All of it is built on `parts_of` and `tree_rebuild`, which take a container
-apart and put it together again.
+passed on by reference. All of it is built on `tree_children` and `tree_rebuild`, which take a
+container apart and put it together again.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Inputs(tuple[Any, ...]):
 
 
 def is_container(x: Any) -> bool:
-    """Whether `parts_of` takes `x` apart; it may be empty."""
+    """Whether `tree_children` takes `x` apart; it may be empty."""
     if dataclasses.is_dataclass(x):
         return not isinstance(x, (type, nn.Module))
     return isinstance(x, (tuple, list, deque, MutableMapping))
 
 
-def parts_of(x: Any) -> list[tuple[str, Any]]:
+def tree_children(x: Any) -> list[tuple[str, Any]]:
     """The children of container `x` as (path step, child); empty for what is not a container."""
     kind = type(x)
     if kind in PLAIN:
@@ -86,7 +86,7 @@ def parts_of(x: Any) -> list[tuple[str, Any]]:
         return [(".data", x.data)]
     if isinstance(x, (tuple, list, deque)):
         keywords = x.kwargs if isinstance(x, Inputs) else {}
-        return [(f"[{i}]", v) for i, v in enumerate(x)] + parts_of(keywords)
+        return [(f"[{i}]", v) for i, v in enumerate(x)] + tree_children(keywords)
     if isinstance(x, Mapping):
         return [(f"[{k!r}]", v) for k, v in x.items()]
     names = [f.name for f in dataclasses.fields(x) if hasattr(x, f.name)]
@@ -94,7 +94,7 @@ def parts_of(x: Any) -> list[tuple[str, Any]]:
 
 
 def tree_rebuild(x: Any, new: list[Any]) -> Any:
-    """A container of the type of `x` whose children are `new`, in the order of `parts_of(x)`."""
+    """Return a container like `x` with other children, in the order of `tree_children`."""
     if isinstance(x, PackedSequence):  # its index tensors follow the data to their device
         packed: Any = x
         packed = packed.to(new[0].device) if isinstance(new[0], Tensor) else packed
@@ -119,7 +119,7 @@ def tree_rebuild(x: Any, new: list[Any]) -> Any:
             if isinstance(key, str) and key in getattr(made, "__dict__", ()):  # ModelOutput
                 made.__dict__[key] = value
     else:
-        for (step, _), value in zip(parts_of(x), new, strict=True):
+        for (step, _), value in zip(tree_children(x), new, strict=True):
             object.__setattr__(made, step[1:], value)  # frozen ones too; no __post_init__
     return made
 
@@ -133,7 +133,9 @@ def tree_leaves_with_path(x: Any, path: str = "") -> list[tuple[str, Tensor]]:
     """
     if isinstance(x, Tensor):
         return [(path, x)]
-    return [pair for step, part in parts_of(x) for pair in tree_leaves_with_path(part, path + step)]
+    return [
+        pair for step, part in tree_children(x) for pair in tree_leaves_with_path(part, path + step)
+    ]
 
 
 def tree_leaves(x: Any) -> list[Tensor]:
@@ -145,19 +147,20 @@ def tree_leaves(x: Any) -> list[Tensor]:
     """
     if isinstance(x, Tensor):
         return [x]
-    return [t for _, part in parts_of(x) for t in tree_leaves(part)]
+    return [t for _, part in tree_children(x) for t in tree_leaves(part)]
 
 
-def parts_in(x: Any, path: str = "", around: tuple[int, ...] = ()) -> Parts:
+def tree_leaves_of_objects(x: Any, path: str = "", around: tuple[int, ...] = ()) -> Parts:
     """Return the tensors in `x` with their paths, also those in the attributes of objects.
 
     An object without a tensor is a part itself, unless it is a number, a text or the like. Of a
     PackedSequence everything is a part that says which sample a row is of.
 
     >>> import torch
-    >>> parts_in((torch.ones(2), 3, {1}))
+    >>> tree_leaves_of_objects((torch.ones(2), 3, {1}))
     [('[0]', tensor([1., 1.])), ('[2]', {1})]
-    >>> [path for path, _ in parts_in(torch.distributions.Normal(torch.zeros(2), 1.0))]
+    >>> normal = torch.distributions.Normal(torch.zeros(2), 1.0)
+    >>> [path for path, _ in tree_leaves_of_objects(normal)]
     ['.loc', '.scale']
     """
     if isinstance(x, Tensor):
@@ -169,9 +172,13 @@ def parts_in(x: Any, path: str = "", around: tuple[int, ...] = ()) -> Parts:
         return [(f"{path}.{name}", t) for name, t in fields.items() if t is not None]
     around = (*around, id(x))
     if is_container(x):
-        return [p for step, part in parts_of(x) for p in parts_in(part, path + step, around)]
+        return [
+            p
+            for step, part in tree_children(x)
+            for p in tree_leaves_of_objects(part, path + step, around)
+        ]
     inside = [p for k, v in getattr(x, "__dict__", {}).items()
-              for p in parts_in(v, f"{path}.{k}", around)]  # fmt: skip
+              for p in tree_leaves_of_objects(v, f"{path}.{k}", around)]  # fmt: skip
     return [p for p in inside if isinstance(p[1], Tensor)] or [(path, x)]
 
 
@@ -193,7 +200,7 @@ def tree_map(f: Callable[[Tensor], Any], x: Any, *, fresh: bool = False) -> Any:
     if kind is tuple or (kind is Inputs and not x.kwargs):  # most calls: no paths are needed
         old: list[Any] = list(x)
     else:
-        old = [part for _, part in parts_of(x)]
+        old = [part for _, part in tree_children(x)]
     new = [tree_map(f, part, fresh=fresh) for part in old]
     if all(a is b for a, b in zip(new, old, strict=True)):
         own = fresh and not isinstance(x, tuple) and (kind in (list, dict) or tree_leaves(x))
@@ -210,7 +217,7 @@ def describe(x: Any) -> str:
     """
     if isinstance(x, Tensor):
         return f"nested {x.size(0)}×…" if x.is_nested else "×".join(map(str, x.shape)) or "scalar"
-    parts, kind = parts_of(x), type(x)
+    parts, kind = tree_children(x), type(x)
     inner = [describe(part) for _, part in parts]
     if kind is dict:
         return "{" + ", ".join(f"{k!r}: {s}" for k, s in zip(x, inner, strict=True)) + "}"
@@ -253,10 +260,10 @@ def tree_get(x: Any, path: str) -> Any:
     return x
 
 
-def canonical(path: str) -> str:
+def canonical_path(path: str) -> str:
     """`path` as `tree_leaves_with_path` writes it, whichever quotes it has.
 
-    >>> canonical('["logits"][0]')
+    >>> canonical_path('["logits"][0]')
     "['logits'][0]"
     """
     return _STEP.sub(lambda step: f"[{literal_eval(step[2])!r}]" if step[2] else step[0], path)
@@ -274,8 +281,8 @@ def tree_set(x: Any, path: str, value: Any) -> Any:
         return value
     tree_get(x, path)
     step: Any = _STEP.match(path)
-    keys, new = [key for key, _ in parts_of(x)], [v for _, v in parts_of(x)]
-    names = [canonical(step[0]), f"[{step[1]!r}]"]  # the second: an attribute of a ModelOutput
+    keys, new = [key for key, _ in tree_children(x)], [v for _, v in tree_children(x)]
+    names = [canonical_path(step[0]), f"[{step[1]!r}]"]  # the second: an attribute of a ModelOutput
     if found := [keys.index(name) for name in names if name in keys]:
         at = found[0]
     else:  # a field of a namedtuple, or from the end

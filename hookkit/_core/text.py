@@ -20,13 +20,13 @@ def clip(text: str, n: int) -> str:
     return text if len(text) <= n else text[: max(0, n - 1)] + "…" * (n > 0)
 
 
-def harmless(text: str, n: int = 200) -> str:
+def escape_controls(text: str, n: int = 200) -> str:
     """`text` on one line, with escapes for characters that control a terminal or reorder a line.
 
     They can come from the names of a user's modules and classes. A text longer than `n` characters
     loses its middle.
 
-    >>> harmless("a\\x1b[31m\\nb\\u202e"), harmless("x" * 300, 9)
+    >>> escape_controls("a\\x1b[31m\\nb\\u202e"), escape_controls("x" * 300, 9)
     ('a\\\\x1b[31m\\\\nb\\\\u202e', 'xxxx…xxxx')
     """
     if len(text) > n:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hookkit._core.pytree import describe, tree_get, tree_leaves, tree_leaves_with_path, tree_map
 from hookkit.errors import ArgumentError, HookError
 from hookkit.hooks import Hook, Hooks, recomputing
-from hookkit.hooks.attach import short_repr
+from hookkit.hooks.attach import module_repr
 from hookkit.hooks.functions import FunctionCall
 
 New = Callable[[Tensor, Any], Any]
@@ -57,7 +57,7 @@ class Change:
             others = iter(self.given(value, module, hook))
             return tree_map(lambda x: self._one(x, next(others)), value)
         except Exception as e:
-            label = short_repr(module) if hook is None else hook.label
+            label = module_repr(module) if hook is None else hook.label
             e.add_note(f"hookkit: raised by {self.text} on {label}. There is {describe(value)}.")
             raise
 

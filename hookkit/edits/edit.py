@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hookkit._core.checks import check_function, is_whole, shown
+from hookkit._core.checks import check_function, is_whole, short_repr
 from hookkit.edits.changes import add, patch_from, replace, scale, zero
 from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.hooks.attach import add_hook_note
@@ -68,7 +68,7 @@ class _SomeCalls:
                 "the edit in a `with` block, without checkpoints."
             )
         edits = self.wanted(0 if call == "recomputed" else hook.n_calls)
-        hook.why = "edited" if edits else hook.why or NOT_WANTED
+        hook.silent_reason = "edited" if edits else hook.silent_reason or NOT_WANTED
         return _call(self.f, module, seen, hook) if edits else None
 
 
@@ -97,7 +97,7 @@ def _wanted(who: str, calls: Any) -> Any:
     numbers = calls if isinstance(calls, Collection) else [calls]
     if not all(is_whole(n) and n >= 0 for n in numbers):
         raise OptionError(
-            f"{who}(calls={shown(calls)}): calls are numbered 0, 1, … in each `with`. Give a "
+            f"{who}(calls={short_repr(calls)}): calls are numbered 0, 1, … in each `with`. Give a "
             "collection of such numbers, or a function f(number) that is true for some."
         )
     return frozenset(numbers).__contains__

@@ -69,7 +69,7 @@ class AttachedFunction:
         try:
             new = fn(module, *seen)
         except Exception as e:
-            add_hook_note(e, fn, short_repr(module))
+            add_hook_note(e, fn, module_repr(module))
             raise
         return new if self.edit else None
 
@@ -190,7 +190,7 @@ def call_with_note(fn: Callable[..., Any], module: nn.Module, *seen: Any) -> Any
     try:
         return fn(module, *seen)
     except Exception as e:
-        add_hook_note(e, fn, short_repr(module))
+        add_hook_note(e, fn, module_repr(module))
         raise
 
 
@@ -206,10 +206,10 @@ def add_hook_note(e: Exception, fn: Callable[..., Any], label: str) -> None:
         e.add_note(f"hookkit: raised by the hook {name} {where}")
 
 
-def short_repr(module: nn.Module) -> str:
+def module_repr(module: nn.Module) -> str:
     """Return a module in a few words: `Linear(in_features=5, out_features=10, bias=True)`, `Block`.
 
-    >>> short_repr(nn.ReLU()), short_repr(nn.Sequential(nn.ReLU()))
+    >>> module_repr(nn.ReLU()), module_repr(nn.Sequential(nn.ReLU()))
     ('ReLU()', 'Sequential')
     """
     if isinstance(module, torch.jit.ScriptModule) or next(module.children(), None) is not None:

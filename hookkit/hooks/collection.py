@@ -23,11 +23,11 @@ from hookkit._core.checks import check_path
 from hookkit._core.files import atomic_write
 from hookkit._core.messages import missing_extra, no_such
 from hookkit._core.modules import submodules, unwrap
-from hookkit._core.pytree import parts_in
+from hookkit._core.pytree import tree_leaves_of_objects
 from hookkit.errors import ArgumentError, HookError, OptionError, SelectionError
 from hookkit.hooks.attach import check_hookable
 from hookkit.hooks.hook import Hook
-from hookkit.hooks.options import HookOptions, HookScope, kind_of, silent_reasons
+from hookkit.hooks.options import HookOptions, HookScope, hook_kind, silent_reasons
 from hookkit.hooks.selection import Selection
 from hookkit.hooks.values import Values
 
@@ -79,7 +79,7 @@ class Hooks:
         stop: bool = False,
         prepend: bool = False,
     ) -> None:
-        kind = kind_of("Hooks", is_forward, pre)
+        kind = hook_kind("Hooks", is_forward, pre)
         more: Any = {"keep": keep, "clone": clone, "stop": stop, "prepend": prepend}
         options = HookOptions("Hooks", kind, hook_func, detach, cpu, gather, edit=edit, **more)
         self._init(named_modules_of(ms, "Hooks"), options, ms)
@@ -221,7 +221,7 @@ class Hooks:
         path = check_path("Hooks.save", path)
         tensors, keys = dict[str, Tensor](), list[Any]()
         for key, name, call, value in self._values_by_key():
-            for inner, t in parts_in(value):
+            for inner, t in tree_leaves_of_objects(value):
                 if isinstance(t, Tensor):
                     text = key + (f"/{inner}" if inner else "")
                     tensors[text] = _dense(t)

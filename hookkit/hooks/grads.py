@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookkit._core.pytree import Inputs, parts_of, tree_leaves, tree_map
+from hookkit._core.pytree import Inputs, tree_children, tree_leaves, tree_map
 
 Receive = Callable[[int, Tensor], Any]
 """`receive(i, grad)` gets the gradient of tensor `i`; its result, unless None, replaces it."""
@@ -103,7 +103,7 @@ def _exchangeable(x: Any, is_users: Callable[[Any], bool]) -> list[bool]:
     if isinstance(x, Tensor):
         return [True]
     if isinstance(x, tuple) or not is_users(x):
-        return [free for _, part in parts_of(x) for free in _exchangeable(part, is_users)]
+        return [free for _, part in tree_children(x) for free in _exchangeable(part, is_users)]
     return [False] * len(tree_leaves(x))
 
 

@@ -28,11 +28,11 @@ from hookkit.errors import (
     OptionError,
     OverwrittenWarning,
 )
-from hookkit.hooks.attach import add_hook_note, check_hookable, short_repr
+from hookkit.hooks.attach import add_hook_note, check_hookable, module_repr
 from hookkit.hooks.calls import call_kind, graph_task, is_compiling, is_tracing
 from hookkit.hooks.eager import has_compiled
 from hookkit.hooks.grads import Receive, listen_inputs, listen_output
-from hookkit.hooks.options import NO_BACKWARD, HookOptions, HookScope, StopForward, kind_of
+from hookkit.hooks.options import NO_BACKWARD, HookOptions, HookScope, StopForward, hook_kind
 from hookkit.hooks.values import (
     Values,
     check_grad,
@@ -112,7 +112,7 @@ class Hook:
         name: str | None = None,
         path: str = "",
     ) -> None:
-        kind = kind_of("Hook", is_forward, pre)
+        kind = hook_kind("Hook", is_forward, pre)
         more: Any = {"keep": keep, "clone": clone, "stop": stop, "prepend": prepend}
         options = HookOptions("Hook", kind, hook_func, detach, cpu, gather, edit=edit, **more)
         check_hookable(m, "Hook")
@@ -134,14 +134,14 @@ class Hook:
         self.last: Any = None  # what the last call stored
         self.all: list[Any] | None = None  # what each call stored, with keep="all"
         self.version = -1  # of the tensors in `last`, if they are not copies
-        self.why = ""  # why nothing was stored, as far as it is known
+        self.silent_reason = ""  # why nothing was stored, as far as it is known
         # Which call the gradients in `last` are of: the number of the entering, that of the call in
         # it, and that of the backward pass in which a checkpoint ran it again.
         self.grads_of: tuple[int, ...] = ()
 
     def _clear(self) -> None:
         """Forget what was stored and counted."""
-        self.n_calls, self.last, self.all, self.version, self.why = 0, None, None, -1, ""
+        self.n_calls, self.last, self.all, self.version, self.silent_reason = 0, None, None, -1, ""
         self.grads_of = ()
 
     @property
@@ -244,7 +244,7 @@ class Hook:
         options, pre, call = self.options, self.options.kind == "pre", call_kind()
         # A checkpoint repeats the edits of its forward; without any, that ran outside the block.
         if call == "recomputed" and not (options.edit and self.n_calls):
-            self.why = self.why or (
+            self.silent_reason = self.silent_reason or (
                 "seen only while a checkpoint recomputed it; run the forward in the block too"
             )
             return None
@@ -325,7 +325,7 @@ class Hook:
             if not options.detach or not options.clone:
                 self.version = version_of(self.last)
         if is_compiling():
-            self.why = "it ran in a compiled graph, which counts no calls"
+            self.silent_reason = "it ran in a compiled graph, which counts no calls"
             if options.keep == "all":
                 raise HookError(f'{options.who}: compiled code lists no calls. Use keep="last".')
             return
@@ -352,7 +352,9 @@ class Hook:
         if call == "exported":
             return False
         if call != "compiled" and is_tracing():
-            self.why = self.why or "torch.jit.trace ran it, where no gradient is hooked"
+            self.silent_reason = (
+                self.silent_reason or "torch.jit.trace ran it, where no gradient is hooked"
+            )
             return False
         if call == "first" and not options.edit:
             self.n_calls += 1
@@ -360,13 +362,15 @@ class Hook:
                 self.all = self.all or []
                 self.all.append((None,) * len(tensors))
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
-            self.why = self.why or _no_gradient(tensors, options.kind)
+            self.silent_reason = self.silent_reason or _no_gradient(tensors, options.kind)
             return False
         if call == "recomputed" and options.keep == "all" and self.n_calls > 1:
-            self.why = 'a checkpoint with use_reentrant=True ran its calls again; use keep="last"'
+            self.silent_reason = (
+                'a checkpoint with use_reentrant=True ran its calls again; use keep="last"'
+            )
             self.last = None  # it would be an earlier call's
             return False
-        self.why = "no gradient arrived inside the block" if options.edit else ""
+        self.silent_reason = "no gradient arrived inside the block" if options.edit else ""
         return True
 
     # The autograd graph keeps the two functions below alive. They hold the hook weakly, because
@@ -476,7 +480,7 @@ class Hook:
     def _warn_if_compiled(self) -> None:
         """Warn once if compiled code may be why a hook that stays has seen nothing."""
         scope = self.scope
-        if scope.depth or scope.warned or not self.registered or self.n_calls or self.why:
+        if scope.depth or scope.warned or not self.registered or self.n_calls or self.silent_reason:
             return
         if not has_compiled() or self.module is None:
             return
@@ -496,17 +500,17 @@ class Hook:
             return True
         if self.options.kind.endswith("grad") and not self.options.edit:
             return False  # it counts forward calls
-        return self.n_calls > 0 and self.why != NOT_WANTED
+        return self.n_calls > 0 and self.silent_reason != NOT_WANTED
 
-    def _silent_reason(self) -> str:
+    def _reason_in_words(self) -> str:
         """Return why it has recorded no call, as far as that is known."""
         module = self.module
         if module is None:
             return "the module is gone"
         if isinstance(module, _CONTAINERS):
             return f"a {type(module).__name__} is never called itself; hook the modules inside it"
-        if self.why:
-            return self.why
+        if self.silent_reason:
+            return self.silent_reason
         if self.n_calls:
             return NO_BACKWARD
         if type(module).__name__ == "NonDynamicallyQuantizableLinear":
@@ -523,7 +527,7 @@ class Hook:
         """Return the module's name, where it is known, and its class, for messages."""
         module = self._module()
         if self.name is None:
-            return "a module that is gone" if module is None else short_repr(module)
+            return "a module that is gone" if module is None else module_repr(module)
         return f"'{self.name}'" + (f" ({type(module).__name__})" if module is not None else "")
 
     def __repr__(self) -> str:

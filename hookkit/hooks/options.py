@@ -50,7 +50,7 @@ class StopForward(BaseException):
         self.owner = owner
 
 
-def kind_of(who: str, is_forward: bool, pre: bool) -> str:
+def hook_kind(who: str, is_forward: bool, pre: bool) -> str:
     """Return the kind of hook, a key of `KINDS`, that `is_forward` and `pre` ask for."""
     pre = check_flag(who, "pre", pre)
     is_forward = check_flag(who, "is_forward", is_forward)
@@ -181,7 +181,7 @@ class HookScope:
             if self.depth == 1:
                 self.n_entered += 1
                 for h in hooks:
-                    if h.n_calls or h.last is not None or h.why:
+                    if h.n_calls or h.last is not None or h.silent_reason:
                         h._clear()
                 self.waiting = {id(h) for h in hooks} if hooks and self.options.stop else None
             if all(not h.registered for h in hooks):
@@ -272,7 +272,7 @@ def silent_reasons(hooks: Sequence[Hook]) -> dict[str, str]:
     idle = [(i, h) for i, h in enumerate(hooks) if not h.fired]
     times = Counter(h.label for _, h in idle)
     names = [h.label if times[h.label] == 1 else f"{h.label} at [{i}]" for i, h in idle]
-    return {name: h._silent_reason() for name, (_, h) in zip(names, idle, strict=True)}
+    return {name: h._reason_in_words() for name, (_, h) in zip(names, idle, strict=True)}
 
 
 def add_inplace_hint(e: BaseException) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hookkit._core.checks import OfLast, check_function, check_module, kind_of, shown
+from hookkit._core.checks import OfLast, check_function, check_module, kind_of, short_repr
 from hookkit._core.messages import no_such
 from hookkit._core.modules import (
     calls_children,
@@ -26,7 +26,7 @@ from hookkit._core.modules import (
     unwrap,
     walk,
 )
-from hookkit._core.pytree import BRACKET, canonical
+from hookkit._core.pytree import BRACKET, canonical_path
 from hookkit.errors import ArgumentError, OptionError, SelectionError
 from hookkit.hooks.roles import patterns_of
 
@@ -332,8 +332,8 @@ class _Finder:
             picks = [pick for pick in places if test(pick.name, pick.module)]
             if not picks:
                 raise SelectionError(
-                    f"no module matches {shown(what)}. print(select(model)) lists all, with their "
-                    "classes."
+                    f"no module matches {short_repr(what)}. print(select(model)) lists all, with "
+                    "their classes."
                 )
             yield from _running(picks)
 
@@ -374,7 +374,7 @@ class _Finder:
                     f'no module matches "{text}": "{path[1]}" is never called, and has no output. '
                     f'Its entries are modules: "{path[1]}.{path[2].strip("[]")}".'
                 )
-            return [pick._replace(path=canonical(path[2])) for pick in picks]
+            return [pick._replace(path=canonical_path(path[2])) for pick in picks]
         if picks := self.matched(text):
             return picks
         what = f'no module matches "{text}"'
@@ -414,7 +414,7 @@ def _test(what: Any) -> Any:
         return lambda _, module: isinstance(module, what)
     if not callable(what):
         raise ArgumentError(
-            f"select: {shown(what)} selects nothing. Give a name, a glob, a compiled regex, a "
+            f"select: {short_repr(what)} selects nothing. Give a name, a glob, a compiled regex, a "
             "class, a predicate of (name, module) or of the module, a module, or a list or dict of "
             "these."
         )

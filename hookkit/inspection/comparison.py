@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hookkit._core.text import harmless, si, wrap
+from hookkit._core.text import escape_controls, si, wrap
 from hookkit.inspection.first_difference import Localisation
 
 MISSING, NOT_GIVEN = "no such layer in the ", "not given by the "  # "first" or "second"
@@ -78,7 +78,7 @@ class Row:
         root = "" if self.name and self.name[0] not in "[." else "(model)"
         call = f"call {self.call}" if self.call else ""
         what = "" if self.what == "output" else self.what.replace("_", " ")
-        return harmless(" ".join(filter(None, [root + self.name, self.type, call, what])))
+        return escape_controls(" ".join(filter(None, [root + self.name, self.type, call, what])))
 
 
 @dataclass(frozen=True, repr=False)
@@ -194,7 +194,7 @@ def _is_around(row: Row, other: Row) -> bool:
 
 def _listed(what: str, texts: Sequence[str], where: str) -> list[str]:
     """The first six of `texts` in one; none if there are none."""
-    some, more = [harmless(text) for text in texts[:6]], len(texts) - 6
+    some, more = [escape_controls(text) for text in texts[:6]], len(texts) - 6
     some += [f"and {more} more ({where})"] * (more > 0)
     return [f"{what}: {', '.join(some)}"] * bool(some)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from hookkit._core.batches import first_batch, split_batch
 from hookkit._core.pytree import Inputs, tree_leaves, tree_map
-from hookkit._core.text import harmless, percent
+from hookkit._core.text import escape_controls, percent
 from hookkit.errors import ArgumentError, ModelRunError
 from hookkit.inspection.preserve import preserve_state
 from hookkit.inspection.summarizing import run_summary
@@ -146,7 +146,7 @@ def _drawn(s: Summary, xb: Any, below: str = "") -> SummaryText:
     inputs = [list(t.shape) for t in tree_leaves(xb)]
     size = _sizes(inputs[0] if len(inputs) == 1 else inputs)
     lines = [
-        f"{harmless(s.rows[0].type)} (Input shape: {size})",
+        f"{escape_controls(s.rows[0].type)} (Input shape: {size})",
         _RULE,
         f"{'Layer (type)':<20} {'Output Shape':<20} {'Param #':<10} {'Trainable':<10}",
         _RULE,
@@ -160,7 +160,9 @@ def _drawn(s: Summary, xb: Any, below: str = "") -> SummaryText:
                 lines.append(f"{'':<20} {_sizes(shape):<20}")
             previous = shape
         note = "" if not r.notes or r.notes[0].startswith("called") else r.notes[0]
-        lines.append(f"{harmless(kind):<20} {harmless(note):<20} {n:<10} {free!s:<10}")
+        lines.append(
+            f"{escape_controls(kind):<20} {escape_controls(note):<20} {n:<10} {free!s:<10}"
+        )
     totals = f"""
 Total params: {s.n_params:,}
 Total trainable params: {s.n_trainable:,}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit._core.modules import find, unwrap
-from hookkit._core.pytree import Inputs, Parts, parts_in, tree_map
+from hookkit._core.pytree import Inputs, Parts, tree_leaves_of_objects, tree_map
 from hookkit.inspection.preserve import preserve_state, real_inputs
 from hookkit.inspection.sides import Alone, copied_parts
 
@@ -38,7 +38,7 @@ def alone(a: nn.Module, b: nn.Module, partners: Mapping[str, str]) -> Alone:
             copied = real_inputs(accepted)
             with preserve_state(place[1]), torch.no_grad():
                 out = outside.copy().run(place[1], *copied, **copied.kwargs)
-                parts = copied_parts(parts_in(out))
+                parts = copied_parts(tree_leaves_of_objects(out))
         except Exception as error:  # of any kind: it is called as its model does not call it
             return [], f"no own error: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return parts, f"called without {', '.join(left_out)}" if left_out else ""

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from hookkit._core.messages import missing_extra
 from hookkit._core.modules import join, submodules
-from hookkit._core.pytree import Inputs, Parts, describe, parts_in, tree_leaves
+from hookkit._core.pytree import Inputs, Parts, describe, tree_leaves, tree_leaves_of_objects
 from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.hooks.attach import Switch, attach
 from hookkit.hooks.calls import recomputing
@@ -125,7 +125,7 @@ def run(
             if began == name:  # else the model has caught an exception of the call that began
                 into.own[key] = own
                 break
-        parts = parts_in(out)
+        parts = tree_leaves_of_objects(out)
         into.values[key] = copied_parts(parts)
         for path, t in parts if loss else ():
             if isinstance(t, Tensor) and t.requires_grad:

@@ -13,7 +13,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from hookkit._core.html import fragment
-from hookkit._core.text import clip, harmless, nbytes, percent, si, wrap
+from hookkit._core.text import clip, escape_controls, nbytes, percent, si, wrap
 from hookkit.errors import OptionError
 from hookkit.inspection.summary_rows import Row, Totals
 
@@ -169,7 +169,7 @@ def checked_columns(columns: Any, has_run: bool) -> tuple[str, ...]:
 
 
 def _cell(column: str, line: Line) -> str:
-    return harmless(COLUMNS[column][1](line), 500)
+    return escape_controls(COLUMNS[column][1](line), 500)
 
 
 def _notes(line: Line, s: Summary) -> list[str]:
@@ -184,7 +184,7 @@ def _notes(line: Line, s: Summary) -> list[str]:
     if line.closed:
         n = sum(r.name.startswith(f"{row.name}.") for r in s.rows) if row.name else len(s) - 1
         notes.append(f"{n} inside")
-    return [harmless(note) for note in notes]
+    return [escape_controls(note) for note in notes]
 
 
 # --- text
@@ -217,14 +217,14 @@ def as_text(
     rule = "─" * min(n, max(20, *map(len, drawn)))
     facts = [fact for part in s.footer() for fact in wrap(part, n)] + [f"⚠ {w}" for w in s.warnings]
     facts = [line for fact in facts for line in wrap(fact.split(" "), n, " ")]
-    body = [clip(harmless(s.heading(), 1000), n), drawn[0], rule, *drawn[1:], rule]
-    return "\n".join([*body, *(harmless(fact, 1000) for fact in facts)])
+    body = [clip(escape_controls(s.heading(), 1000), n), drawn[0], rule, *drawn[1:], rule]
+    return "\n".join([*body, *(escape_controls(fact, 1000) for fact in facts)])
 
 
 def _label(line: Line, s: Summary) -> str:
     mark = "✗ " if line.row.kind == "module" and line.row.name in s.failed else ""
     fold = f"  ×{line.fold}" if line.fold > 1 else ""
-    label = harmless(line.label) or "(itself)"
+    label = escape_controls(line.label) or "(itself)"
     return "  " * max(0, line.row.depth - 1) + mark + label + fold
 
 
@@ -264,18 +264,20 @@ def as_html(s: Summary, columns: Any, fold: bool, depth: int | None) -> str:
     every = [replace(line, shown=_times(line.row.total, line.fold)) for line in walk(root)]
     widest = [max(len(COLUMNS[c][0]), *(len(_cell(c, line)) for line in every)) for c in names]
     sizes = " ".join(f"{min(n, _CELL) + 1}ch" for n in widest)
-    facts = "".join(f"<p>{escape(harmless(' · '.join(part), 1000))}</p>" for part in s.footer())
-    facts += "".join(f'<p class="x">⚠ {escape(harmless(w, 1000))}</p>' for w in s.warnings)
+    facts = "".join(
+        f"<p>{escape(escape_controls(' · '.join(part), 1000))}</p>" for part in s.footer()
+    )
+    facts += "".join(f'<p class="x">⚠ {escape(escape_controls(w, 1000))}</p>' for w in s.warnings)
     return fragment(
         f'<div class="tree" style="--cols:minmax(24ch,1fr) {sizes}">'
-        f"<p><b>{escape(harmless(s.heading(), 1000))}</b></p>"
+        f"<p><b>{escape(escape_controls(s.heading(), 1000))}</b></p>"
         f'<div class="g h"><span class="l" style="--d:0">Layer</span>{heads}</div>{drawn(root)}'
         f'<div class="s">{facts}</div></div>'
     )
 
 
 def _html_label(line: Line, s: Summary) -> str:
-    label = escape(harmless(line.label) or "(model)") + f" ×{line.fold}" * (line.fold > 1)
+    label = escape(escape_controls(line.label) or "(model)") + f" ×{line.fold}" * (line.fold > 1)
     failed = line.row.kind == "module" and line.row.name in s.failed
     notes = "".join(f' <span class="b">{escape(note)}</span>' for note in _notes(line, s))
     mark = '<span class="x">✗</span> ' * failed

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit._core import distributed as ranks
-from hookkit._core.checks import check_choice, check_number, shown
+from hookkit._core.checks import check_choice, check_number, short_repr
 from hookkit._core.devices import to_host_async, widest_float
 from hookkit._core.modules import class_name, unwrap
 from hookkit.callbacks.events import CancelStepException
@@ -95,8 +95,8 @@ class FlightRecorder(HookCallback):
         modules = super()._select(model)
         if self._selectors is not None and not modules:
             raise OptionError(
-                f"FlightRecorder(modules={shown(self.modules)}): that selects no module, so it "
-                f"would see nothing begin. Use None for all of them, or name some."
+                f"FlightRecorder(modules={short_repr(self.modules)}): that selects no module, so "
+                f"it would see nothing begin. Use None for all of them, or name some."
             )
         return modules
 

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookkit._core.messages import warn
 from hookkit._core.pytree import Inputs, tree_leaves_with_path, tree_map, tree_set
-from hookkit.hooks.attach import Switch, attach, call_with_note, remove_all, short_repr
+from hookkit.hooks.attach import Switch, attach, call_with_note, module_repr, remove_all
 from hookkit.hooks.calls import call_kind, graph_task, is_compiling, is_tracing
 from hookkit.hooks.grads import listen_output
 from hookkit.hooks.values import part_at
@@ -73,7 +73,7 @@ class LayerHooks(Switch):
             if not is_compiling() and self.on_inputs is not None:
                 self.on_inputs(row, (args, kwargs))
             if path:
-                output = part_at(output, path, self.who, lambda: short_repr(module))
+                output = part_at(output, path, self.who, lambda: module_repr(module))
             if function is not None:
                 inputs = tree_map(Tensor.detach, Inputs(args, kwargs))
                 output = call_with_note(function, module, inputs, tree_map(Tensor.detach, output))
@@ -104,7 +104,7 @@ class LayerHooks(Switch):
             # a checkpoint that runs again counts: the gradients come from that forward
             if not _counts(self.thread, module, again=True):
                 return None
-            part = part_at(output, path, self.who, lambda: short_repr(module)) if path else output
+            part = part_at(output, path, self.who, lambda: module_repr(module)) if path else output
             if isinstance(part, Tensor):
                 paths = [""]
             else:

@@ -19,8 +19,8 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
 
-from hookkit._core.checks import check_choice, check_flag, check_number, kind_of, shown
-from hookkit._core.devices import widened
+from hookkit._core.checks import check_choice, check_flag, check_number, kind_of, short_repr
+from hookkit._core.devices import to_widest_float
 from hookkit._core.graph import users_of
 from hookkit._core.messages import warn
 from hookkit._core.modules import class_name
@@ -415,9 +415,9 @@ class GradientStats(LayerStats):
         enabled = getattr(scaler, "is_enabled", None)
         if scaler is not None and (isinstance(scaler, type) or not callable(enabled)):
             raise OptionError(
-                f"{who}(scaler={shown(scaler)}): expected a GradScaler, found {kind_of(scaler)}. "
-                f"Give the torch.amp.GradScaler whose scale(loss) is called, or None if the loss "
-                f"is not scaled."
+                f"{who}(scaler={short_repr(scaler)}): expected a GradScaler, found "
+                f"{kind_of(scaler)}. Give the torch.amp.GradScaler whose scale(loss) is called, or "
+                "None if the loss is not scaled."
             )
         super().__init__(
             _options(who, with_hist, bins, eps, LogBins(-40, 8, 1)),
@@ -511,7 +511,7 @@ def _options(
         ok = False
     if not ok:
         raise OptionError(
-            f"{who}(bins={shown(bins)}): give (low, high, n), finite and low < high, such as "
+            f"{who}(bins={short_repr(bins)}): give (low, high, n), finite and low < high, such as "
             f"(0, 10, 40); or None for logarithmic bins, which need no range."
         )
     n = check_number(who, "bins[2]", n, 1, 4096, whole=True, what="how many")
@@ -533,4 +533,4 @@ def inverse_scale(scaler: Any) -> Tensor | None:
     if scale is None:
         first = float(getattr(scaler, "_init_scale", 1.0))
         scale = torch.tensor(first, dtype=torch.float64, device="cpu")
-    return widened(scale.detach()).reciprocal()
+    return to_widest_float(scale.detach()).reciprocal()

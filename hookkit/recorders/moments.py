@@ -82,7 +82,7 @@ def flat(t: Tensor) -> Tensor:
     return t.reshape(-1)
 
 
-def widened(t: Tensor) -> Tensor:
+def to_widest_float(t: Tensor) -> Tensor:
     """Return `t` in float64 if it is float64, int32 or int64 (or unsigned), or in float32."""
     return t.to(torch.float64 if t.dtype in _WIDE else torch.float32)
 

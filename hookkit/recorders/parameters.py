@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hookkit._core.devices import widest_float
 from hookkit._core.modules import class_name, is_parametrization, join, submodules, walk
 from hookkit.callbacks.optimizers import ids_of
-from hookkit.recorders.moments import dot, has_numbers, plain, widened
+from hookkit.recorders.moments import dot, has_numbers, plain, to_widest_float
 
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _TINY = 1e-16  # the squares of values with a smaller norm leave float32
@@ -69,7 +69,7 @@ def local_values(t: Tensor) -> Tensor:
     values = plain(t)
     if values is None:
         return torch.zeros(0, dtype=torch.float32, device=t.device)
-    return values if values.dtype in _FLOATS else widened(values)
+    return values if values.dtype in _FLOATS else to_widest_float(values)
 
 
 def grad_norms(parameters: Sequence[nn.Parameter]) -> list[tuple[list[int], Tensor]]:

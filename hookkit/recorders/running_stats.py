@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookkit._core.devices import to_host_async
+from hookkit._core.devices import to_host_async, to_widest_float
 from hookkit._core.pytree import tree_leaves
 from hookkit.hooks.values import is_transforming
 from hookkit.recorders import step_recorder, triton_rows, unit_stats as units
@@ -45,7 +45,6 @@ from hookkit.recorders.moments import (
     norm,
     plain,
     statistics,
-    widened,
 )
 from hookkit.recorders.step_table import MOMENTS, Field, Numbers, StepTable, sums
 from hookkit.records import Record
@@ -171,7 +170,7 @@ class RunningStats:
             row = self.row(self.names[row] + path, self.types[row])
         self._dtypes[row] = x.dtype
         if self.unscale is not None:
-            self._unscaled, x = True, widened(x) * self.unscale
+            self._unscaled, x = True, to_widest_float(x) * self.unscale
         dim = None
         if self.options.units and x.numel():
             dim = self._units.dim(row, self.types[row], t)
@@ -182,7 +181,7 @@ class RunningStats:
         self.spent += step_recorder.clock() - began
 
     def _on_host(self, t: Tensor, row: int, dim: int | None) -> Entry:
-        t = t if t.dtype is torch.float32 else widened(t)
+        t = t if t.dtype is torch.float32 else to_widest_float(t)
         x, alive, full, bins = t.numpy(), None, None, self.options.bins
         if self.options.units:
             seen = units.look_at(t, self.types[row], dim)
@@ -207,7 +206,8 @@ class RunningStats:
         samples, alive, full = None, None, None
         with torch.inference_mode(False), torch.no_grad():
             fused = triton_rows.serves(x.device)
-            moment = triton_rows.sums_of(values, eps) if fused else moments(widened(values), eps)
+            row_of = triton_rows.sums_of if fused else moments
+            moment = row_of(values if fused else to_widest_float(values), eps)
             if self.options.bins is not None:
                 samples = [narrowed(values[sample_of(len(values), self.table.n_steps)])]
             if self.options.units:

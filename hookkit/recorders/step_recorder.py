@@ -139,7 +139,7 @@ class StepRecorder(Reportable, Callback):
                 return kept[1]
         record = self._read(step)
         if ranks.is_distributed():
-            record.meta["rank"] = ranks.this_rank()
+            record.meta["rank"] = ranks.rank_label()
         if step < 0:
             self._own = version, record
         return record

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hookkit._core.graph import op_name
-from hookkit.recorders.moments import widened
+from hookkit.recorders.moments import to_widest_float
 
 WINDOW = 50
 """Records that a judgement looks back on."""
@@ -98,7 +98,7 @@ def look_at(x: Tensor, kind: str, dim: int | None) -> tuple[Any, Any]:
     if not x.numel():
         return None, None
     if not x.is_floating_point() or x.dtype.itemsize == 1:
-        x = widened(x)  # bool and float8 have no arithmetic
+        x = to_widest_float(x)  # bool and float8 have no arithmetic
     middle, full = _middle(kind), None
     if middle is not None:
         full = ((x - middle).abs() > 0.97 * (1 - middle)).sum().to(torch.float32)

@@ -430,7 +430,7 @@ class Learner(Loop, Reportable):
             else:
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         except RuntimeError as error:
-            rank = f", {ranks.this_rank()}" if ranks.is_distributed() else ""
+            rank = f", {ranks.rank_label()}" if ranks.is_distributed() else ""
             error.add_note(f"the loss was {describe(loss)}{self._where()}{rank}")
             raise
 

@@ -296,7 +296,7 @@ class Loop:
         if ranks.is_distributed():
             for held in (*self._past, *self.cbs, self):
                 if hasattr(type(held), "_gather"):
-                    with ranks.together(f"gather what {held!r} recorded in {self.n_steps} steps"):
+                    with ranks.collective(f"gather what {held!r} recorded in {self.n_steps} steps"):
                         held._gather()
             self._gathered_at = self.n_steps
         return self
@@ -336,7 +336,7 @@ class Loop:
             incidents=tuple(i for cb in cbs for i in vars(cb).get("incidents", ())),
             info={
                 **self._facts(),
-                **({"rank": ranks.this_rank()} if alone else {}),
+                **({"rank": ranks.rank_label()} if alone else {}),
                 **self.losses.facts(),
                 "train_iter": self.train_iter,
                 **({"within_epoch": True} if self.in_epoch else {}),

@@ -8,7 +8,14 @@ from torch import Tensor, cat, stack
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
 
 from hookkit._core.batches import has_samples
-from hookkit._core.pytree import PLAIN, is_container, parts_of, tree_leaves, tree_map, tree_rebuild
+from hookkit._core.pytree import (
+    PLAIN,
+    is_container,
+    tree_children,
+    tree_leaves,
+    tree_map,
+    tree_rebuild,
+)
 from hookkit.callbacks import Callback
 from hookkit.callbacks.metrics import gathered
 
@@ -70,7 +77,7 @@ def joined(batches: list[Any]) -> Any:
     if not is_container(first):
         constant = type(first) in PLAIN and all(batch == first for batch in batches)
         return first if constant else batches
-    parts = [dict(parts_of(batch)) for batch in batches]
+    parts = [dict(tree_children(batch)) for batch in batches]
     if other := next((p for p in parts if p.keys() != parts[0].keys()), None):
         raise ValueError(f"a batch has {list(other)}, and the first one {list(parts[0])}")
     return tree_rebuild(first, [joined([p[step] for p in parts]) for step in parts[0]])
