@@ -24,6 +24,7 @@ Change what goes through a model
 Know a model
     layers, shapes, parameters, compute      summary
     where two models begin to differ         compare_models
+    what depends on what it must not         check_invariance
 
 Record a training
     any loop                                 watch; hookkit.bridges, for libraries
@@ -139,10 +140,12 @@ from .inspection import (
     Comparison as Comparison,
     Covariance as Covariance,
     FeatureExtractor as FeatureExtractor,
+    Invariance as Invariance,
     Mean as Mean,
     Summary as Summary,
     TopK as TopK,
     activation_stream as activation_stream,
+    check_invariance,
     collect,
     compare_models,
     feature_extractor,
@@ -170,6 +173,7 @@ __all__ = [
     "ParamStats",
     "Run",
     "attention_weights",
+    "check_invariance",
     "collect",
     "compare_models",
     "edit_output",

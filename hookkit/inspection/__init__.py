@@ -14,6 +14,9 @@ A model at a glance
     fastai_layout    fastai's layout of a summary, and a Learner's own.
 Which layer is first
     first_difference The rule, and the base of all results that name a layer.
+    invariance       `check_invariance`: which layer depends on what it must not depend on.
+    input_changes    The changes that must not matter: of values, and of the layout.
+    axes             Which axes of a tensor hold samples and positions.
 Two models side by side
     comparing        `compare_models`: runs two models, or reads what was saved of one.
     comparison       `Comparison` and its rows: text and a frame.
@@ -33,6 +36,7 @@ from hookkit.inspection.comparing import compare_models
 from hookkit.inspection.comparison import Comparison
 from hookkit.inspection.fastai_layout import layer_info, learner_summary, module_summary
 from hookkit.inspection.features import FeatureExtractor, feature_extractor
+from hookkit.inspection.invariance import Invariance, check_invariance
 from hookkit.inspection.summarizing import summary
 from hookkit.inspection.summary_result import Summary
 from hookkit.inspection.summary_rows import Row
@@ -42,11 +46,13 @@ __all__ = [
     "Comparison",
     "Covariance",
     "FeatureExtractor",
+    "Invariance",
     "Mean",
     "Row",
     "Summary",
     "TopK",
     "activation_stream",
+    "check_invariance",
     "collect",
     "compare_models",
     "feature_extractor",

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from hookkit._core.checks import check_choice, check_module, check_number
 from hookkit._core.modules import can_run, unwrap, walk
-from hookkit._core.pytree import Inputs, parts_in, tree_leaves_with_path, tree_map
-from hookkit._core.text import harmless, si, wrap
+from hookkit._core.pytree import Inputs, tree_leaves_of_objects, tree_leaves_with_path, tree_map
+from hookkit._core.text import escape_controls, si, wrap
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.hooks.attach import check_hookable
 from hookkit.hooks.values import snapshot
@@ -97,7 +97,7 @@ class InvarianceRow:
     def label(self) -> str:
         """The module, its class and the call."""
         name = self.name if self.name and self.name[0] not in "[." else f"(model){self.name}"
-        return harmless(f"{name} ({self.type})" + f", call {self.call}" * bool(self.call))
+        return escape_controls(f"{name} ({self.type})" + f", call {self.call}" * bool(self.call))
 
 
 @dataclass(frozen=True, repr=False)
@@ -152,7 +152,7 @@ class Invariance(Localisation):
                 left = [c.ljust(n) for c, n in zip(row[:3], widths, strict=False)]
                 right = [c.rjust(n) for c, n in zip(row[3:], widths[3:], strict=True)]
                 lines.append(("→ " if r is first else "  ") + "  ".join([*left, *right]))
-        unjudged = [harmless(text) for text in self.not_judged[:6]]
+        unjudged = [escape_controls(text) for text in self.not_judged[:6]]
         unjudged += [f"and {len(self.not_judged) - 6} more (.not_judged)"] * (
             len(self.not_judged) > 6
         )
@@ -185,7 +185,8 @@ def _run(
         look(step, call, "in", tree_leaves_with_path(Inputs(args, kwargs)))
 
     def after(call: Call, _m: nn.Module, out: Any) -> None:
-        look(step, call, "out", [(p, t) for p, t in parts_in(out) if isinstance(t, Tensor)])
+        parts = tree_leaves_of_objects(out)
+        look(step, call, "out", [(path, t) for path, t in parts if isinstance(t, Tensor)])
 
     with preserve_state(model), torch.no_grad():
         if seed is not None:
@@ -277,7 +278,7 @@ class _Reference:
             text = (
                 f"the model takes no other number of {fixed}, so axes of that length count as such"
             )
-            self.notes.append(harmless(f"{text} ({problem})"))
+            self.notes.append(escape_controls(f"{text} ({problem})"))
 
     def tables(self) -> set[Place]:
         """Return the tensors that no value of the changed input changes: positions, masks."""
@@ -508,8 +509,8 @@ def _rounding(
     finally:
         torch.set_default_dtype(default)
     vanishes = rest < 1e-4 * size
-    note = f"{rows[0].change}: the output changes by {size:.1g}, in float64 by {rest:.1g}"
-    return vanishes, note + ", so by rounding" * vanishes
+    note = f"{rows[0].change}: rounding alone, {size:.1g}; in float64 {rest:.1g}"
+    return vanishes, note * vanishes
 
 
 def check_invariance(
