@@ -64,11 +64,10 @@ def test_losses_are_the_debiased_average_and_a_second_fit_adds_and_smooths_anew(
     rec = learn.recorder
     expected = slow_smoothing(keep.train[:3]) + slow_smoothing(keep.train[3:])
     np.testing.assert_allclose(rec.losses, expected, rtol=1e-12)
-    np.testing.assert_allclose(rec.raw_losses(), keep.train, rtol=0)
     assert learn.smooth_loss == pytest.approx(rec.losses[-1], rel=1e-12)
     assert rec.lrs == [1e-3] * 3 + [0.5] * 6
     assert rec.iters == [3, 6, 9]
-    assert [row["epoch"] for row in rec.rows()] == [0, 0, 1]
+    assert [row["epoch"] for row in learn.epochs] == [0, 0, 1]
 
     # losses by step are means over the batches of each
     learn.fit(1, cbs=GradientAccumulation(2))
@@ -104,9 +103,9 @@ def test_values_hold_train_loss_valid_loss_and_metrics_of_each_epoch() -> None:
     assert rec.log[:1] == [1]
     assert rec.log[-1] == "00:00"
 
-    before = (rec.losses, rec.values[:], rec.iters[:], rec.log[:], rec.lrs[:], rec.rows())
+    before = (rec.losses, rec.values[:], rec.iters[:], rec.log[:], rec.lrs[:])
     learn.validate()
-    assert (rec.losses, rec.values, rec.iters, rec.log, rec.lrs, rec.rows()) == before
+    assert (rec.losses, rec.values, rec.iters, rec.log, rec.lrs) == before
 
 
 def test_metrics_are_means_over_samples_not_over_batches() -> None:
@@ -180,8 +179,8 @@ def test_an_object_or_class_with_update_and_compute_is_a_metric_by_its_class_or_
     learn.fit(2)  # reset in between
 
     assert learn.recorder.metric_names[3:-1] == ["counting", "how_many", "mae"]
-    assert [row["how_many"] for row in learn.recorder.rows()] == [32, 32]
-    assert [row["counting"] for row in learn.recorder.rows()] == [32, 32]
+    assert [row["how_many"] for row in learn.epochs] == [32, 32]
+    assert [row["counting"] for row in learn.epochs] == [32, 32]
 
 
 def test_torchmetrics_are_metrics_and_each_of_a_collection_is_a_column() -> None:
@@ -193,7 +192,7 @@ def test_torchmetrics_are_metrics_and_each_of_a_collection_is_a_column() -> None
 
     learn.fit(2)
 
-    row = learn.recorder.rows()[-1]
+    row = learn.epochs[-1]
     assert (row["meanabsoluteerror"], row["my_mae"]) == pytest.approx([row["mae"]] * 2)
     assert (row["my_mse"], row["meansquarederror"]) == pytest.approx([row["valid_loss"]] * 2)
     assert len(learn.recorder.log) == len(learn.recorder.metric_names) == 9
@@ -218,7 +217,7 @@ def test_two_metrics_of_one_name_are_refused_until_one_has_a_name_of_its_own() -
 
     two.name = "at_most_2"  # type: ignore[attr-defined]
     learn.fit(1)
-    row = learn.recorder.rows()[0]
+    row = learn.epochs[0]
     assert (row["at_most"], row["at_most_2"]) == (1, 2)
 
 

@@ -111,7 +111,7 @@ def trained(net: str, guests: list[Any]) -> tuple[dict[str, Tensor], list[float]
     )
     learn.logger = lambda row: None
     learn.fit(2)
-    losses = learn.recorder.raw_losses().tolist()
+    losses = learn.losses.by_batch().tolist()
     rest = [torch.rand(1).item(), np.random.rand(), random.random()]
     return copy.deepcopy(model.state_dict()), losses, rest
 

@@ -185,8 +185,8 @@ def work(rank: int, folder: Path) -> None:
     learn = learner(loaders()["13 rows"])
     with context(learn):
         learn.fit(2)
-    rows = [{name: plain(value) for name, value in row.items()} for row in learn.recorder.rows()]
-    seen["fit"] = rows, learn.recorder.raw_losses().tolist(), learn.run_record().losses.tolist()
+    rows = [{name: plain(value) for name, value in row.items()} for row in learn.epochs]
+    seen["fit"] = rows, learn.losses.by_batch().tolist(), learn.run_record().losses.tolist()
     seen["recorded"], seen["learnt"] = recorded(rank), learnt()
     refused(learner)
     (folder / f"seen{rank}").write_bytes(pickle.dumps(seen))

@@ -50,12 +50,7 @@ def non_finite(run: View) -> Iterator[Finding]:
         i = run.run.incidents[0]
         what = f"the first non-finite {i.kind}{f' in {i.type}' * bool(i.type)}"
         what += f". {i.note.rstrip('.')}" * bool(i.note)
-        origin = {"loss": "loss", "gradient": "gradient", "activation": "function"}.get(i.kind)
-        if "model's input was not finite" in i.note:
-            origin = "data"
-        if "spoiled" in i.note:
-            origin = "param"
-        why, layers = _ORIGINS[origin or "unknown"], (i.name,) if i.name else ()
+        why, layers = _ORIGINS.get(i.origin, _ORIGINS["unknown"]), (i.name,) if i.name else ()
         yield Finding("non_finite", "error", what, *why, layers, (i.step,))
         return
     firsts = [(*first, r) for r in run.run.records if (first := _first(r)) is not None]

@@ -310,12 +310,12 @@ class Memory:
         if names:
             kind = "activation"
             own = [p for owner, _, p in named if owner == names[0]]
-            note = self._cause(batch, names[0], _INPUT in bad, own)
+            origin, note = self._cause(batch, names[0], _INPUT in bad, own)
             history = {name: np.array([b.rms(name) for b in past]) for name in self.types}
         elif _LOSS in bad:
-            kind, note = "loss", "The layers' outputs are finite."
+            kind, origin, note = "loss", "loss", "The layers' outputs are finite."
         else:
-            kind, note = "gradient", "The history is of gradient norms."
+            kind, origin, note = "gradient", "gradient", "The history is of gradient norms."
             owners = {id(p): owner for owner, _, p in named}
             norms = batch.grad_norms(owners)
             # the backward begins at the end: the last layer to run comes first
@@ -329,20 +329,23 @@ class Memory:
         steps = np.array([b.place[0] for b in past], np.int64)
         at = dict(zip(("step", "epoch", "iter"), batch.place, strict=True))
         past_of: Any = {"others": tuple(others), "steps": steps, "history": history}
-        return Incident(kind, name, types.get(name, ""), **at, **past_of, note=note)
+        return Incident(kind, name, types.get(name, ""), **at, **past_of, note=note, origin=origin)
 
-    def _cause(self, batch: Batch, name: str, bad_input: bool, own: list[nn.Parameter]) -> str:
-        """Return in a sentence what may have made a layer's output not finite.
+    def _cause(
+        self, batch: Batch, name: str, bad_input: bool, own: list[nn.Parameter]
+    ) -> tuple[str, str]:
+        """Return what may have made a layer's output not finite: `Incident.origin`, and a sentence.
 
         Args:
             own: the parameters of the layer.
         """
         if bad_input:
-            return "The model's input was not finite: look at the data."
+            return "data", "The model's input was not finite: look at the data."
         if not all(bool(p.isfinite().all()) for p in own):  # sync: after an incident
-            return _SPOILED
+            return "param", _SPOILED
         order = [layer for layer in batch.outputs if layer in self.types]
         if not (at := order.index(name)):
-            return ""
+            return "function", ""
         head = "Its weights are finite: if" if own else "If"
-        return f"{head} its input was not, look at what runs between {order[at - 1]} and it."
+        between = f"{order[at - 1]} and it"
+        return "function", f"{head} its input was not, look at what runs between {between}."

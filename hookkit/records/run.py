@@ -283,6 +283,8 @@ class Incident(PlainValue):
         steps: (k,) int64, the optimizer steps before it, oldest first.
         history: module name → (k,) float64 RMS of its outputs (gradients) in those steps.
         note: one line in words.
+        origin: what made it: `"data"`, `"param"`, `"function"`, `"gradient"`, `"loss"`, or "" if it
+            is not known.
     """
 
     kind: str
@@ -295,6 +297,7 @@ class Incident(PlainValue):
     steps: Ints = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
     history: dict[str, Floats] = field(default_factory=dict, repr=False)
     note: str = ""
+    origin: str = ""
 
     def __str__(self) -> str:
         where = f" of {self.name} ({self.type})" if self.name else ""
