@@ -1,7 +1,6 @@
 """Rows of nine numbers: each against a float64 formula, and each reader against the reference."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -80,25 +79,6 @@ def test_small_arrays_that_are_read_together_have_the_rows_of_each() -> None:
         assert row == pytest.approx(want, rel=1e-9, abs=1e-12 * float(x.abs().nan_to_num().amax()))
         np.testing.assert_array_equal(counts, count(x.numpy(), bins))
     assert arrays.add(cases[0].numpy()) is None  # they were read
-
-
-def test_ctrl_c_while_a_small_array_is_copied_leaves_the_others_as_they_are() -> None:
-    class Interrupted:
-        size = 3
-
-        def reshape(self, n: int) -> Any:
-            raise KeyboardInterrupt
-
-    arrays = SmallArrays(0.05, LogBins())
-    first, last = (np.full(4, value, np.float32) for value in (1.0, 2.0))
-
-    arrays.add(first)
-    with pytest.raises(KeyboardInterrupt):
-        arrays.add(Interrupted())
-    number = arrays.add(last)
-
-    assert number == 1
-    assert [arrays.read(i)[0][:6] for i in (0, 1)] == [[1, 4, x, 0, x, x] for x in (1.0, 2.0)]
 
 
 def test_parts_merge_to_the_whole() -> None:

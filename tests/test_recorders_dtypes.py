@@ -135,16 +135,6 @@ def test_values_with_a_meaning_are_recorded_with_it(dtype: torch.dtype):
     assert (params.record().value("update_norm", "odd.weight") == 0).all()
 
 
-@quiet
-def test_the_size_of_a_complex_half_may_be_larger_than_a_half():
-    recorder = ActivationStats(modules="odd")
-
-    train(lambda x: torch.full(x.shape, 6e4 + 6e4j, dtype=torch.complex32), recorder)
-
-    assert (recorder.record().value("nonfinite", "odd") == 0).all()
-    np.testing.assert_allclose(recorder.record().value("max", "odd"), abs(6e4 + 6e4j), rtol=1e-3)
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_flight_recorder_finds_a_nan_of_any_dtype(dtype: torch.dtype):
     if not torch.zeros(1).fill_(math.nan).to(dtype).float().isnan().item():

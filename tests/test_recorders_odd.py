@@ -87,38 +87,6 @@ def test_a_head_that_runs_after_the_model_is_recorded_and_a_probe_is_not(compile
     assert record.value("count", "body").tolist() == [32, 32, 32]
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_forward_that_fails_and_is_tried_in_parts_leaves_nothing(training):
-    class Narrow(Net):
-        def forward(self, x):
-            x = self.enc(x)
-            if len(x) > 4:
-                raise MemoryError
-            return self.head(x)
-
-    model, stats = Narrow(), ActivationStats(with_hist=True)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    with watch(model, opt, stats):
-        for _ in range(2):
-            model.train(training)
-            x = torch.randn(8, 4)
-            try:
-                model(x)
-            except MemoryError:
-                for part in x.split(4):
-                    model(part).square().mean().backward()
-            model.train()
-            if not training:
-                model(x[:4]).sum().backward()
-            opt.step()
-            opt.zero_grad()
-
-    record, n = stats.record(), 32 if training else 16
-    assert record.value("count", "enc").tolist() == [n, n]
-    assert record.hist[record.layer("enc")].sum() == 2 * n
-
-
 def test_under_torch_func_nothing_is_recorded_and_it_says_so():
     model = Net()
     opt = torch.optim.SGD(model.parameters(), 0.1)

@@ -112,21 +112,6 @@ def test_a_hook_of_one_s_own_sees_the_calls_of_all_threads() -> None:
     assert seen == [5, 7] * 4
 
 
-def test_a_part_of_the_model_that_another_thread_calls_begins_no_batch() -> None:
-    parts = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(4, 2)})
-    opt = torch.optim.SGD(parts.parameters(), lr=0.1)
-
-    with watch(parts, opt, ActivationStats()) as w:
-        for _ in range(3):
-            elsewhere(lambda: parts["a"](torch.ones(9, 3)))
-            parts["b"](parts["a"](torch.ones(5, 3))).sum().backward()
-            opt.step()
-        elsewhere(lambda: parts["a"].eval()(torch.ones(9, 3)))  # of which no warning is given
-
-    assert w.loop.train_iter == 3
-    assert (w.activation_stats.record().value("count", "a") == 20).all()
-
-
 class OnThreads(nn.DataParallel):
     """Two replicas on the CPU, made by PyTorch's own `replicate`, each run in a thread."""
 

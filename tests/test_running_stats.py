@@ -2,7 +2,6 @@
 
 import math
 import pickle
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -139,23 +138,6 @@ def test_a_unit_is_dead_if_it_was_never_above_0_over_the_window() -> None:
         assert dead[step] == pytest.approx((tops <= 0).double().mean().item()), step
 
 
-@pytest.mark.usefixtures("engine")
-def test_calls_without_values_leave_units_as_they_are() -> None:
-    stats = RunningStats("activation", ALL)
-    x = torch.tensor([[0.0, 1.0, 0.5], [0.5, 0.0, 0.0]])
-    for step, calls in enumerate(([x, x[:0]], [x[:0], x], [x[:0], x[:0]])):
-        for kind in ("ReLU", "Sigmoid"):  # an expert that gets no tokens
-            for t in calls:
-                stats.update(stats.row(kind, kind), 0, "", t if kind == "Sigmoid" else -t)
-                stats.end_batch()
-        stats.end_step(step, 0, step)
-
-    record = stats.record()
-    assert record.value("saturated").tolist()[1][:2] == [4 / 6, 4 / 6]
-    assert record.value("dead").tolist()[0][:2] == [1, 1]
-    assert np.isnan(record.value("dead")[:, 2]).all()
-
-
 @pytest.mark.parametrize("shape", [(3000, 40), (64, 40, 5, 5), (40,), (2, 40, 9000)])
 @pytest.mark.usefixtures("engine")
 def test_dead_units_of_large_tensors_are_exact(shape: tuple[int, ...]) -> None:
@@ -238,50 +220,3 @@ def test_the_size_of_what_a_layer_is_given_is_that_of_all_its_calls_in_the_first
     run = w.run_record()
     assert run.activations.meta["input_rms"] == pytest.approx([2.5])
     assert "input_rms" not in run.gradients.meta
-
-
-def test_two_threads_that_add_a_row_each_get_different_rows() -> None:
-    stats, rows = RunningStats("activation"), dict[str, int]()
-
-    def add(name: str) -> None:
-        rows[name] = stats.row(name, "LSTM")
-
-    other = Thread(target=add, args=("b",))
-
-    class Names(list[str]):
-        def append(self, name: str) -> None:
-            if name == "a":
-                other.start()
-                other.join(0.2)  # it waits, or has added its row by now
-            super().append(name)
-
-    stats.names = Names()
-    add("a")
-    other.join()
-
-    assert [stats.names[rows[name]] for name in ("a", "b")] == ["a", "b"]
-
-
-def test_the_size_of_inputs_is_that_of_batches_that_are_recorded() -> None:
-    stats = RunningStats("activation")
-    row = stats.row("fc", "Linear")
-
-    def batch(size: float) -> None:
-        stats.update_inputs(row, ((torch.full((2,), size),), {}))
-        stats.update(row, 0, "", torch.ones(2))
-
-    batch(1e6)
-    stats.discard_batch()
-    batch(1e6)
-    stats.end_batch()
-    batch(1e6)
-    stats.discard_step()
-    batch(3.0)
-    stats.end_batch()
-    batch(1e6)
-    stats.discard_batch()
-    batch(4.0)
-    stats.end_step(0, 0, 0)
-    stats.discard_step()
-
-    assert stats.record().meta["input_rms"] == pytest.approx([math.sqrt(12.5)])

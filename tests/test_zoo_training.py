@@ -15,31 +15,14 @@ from zoo import ZOO, Entry
 
 from hookkit._core.modules import can_run
 from hookkit._core.pytree import tree_leaves
-from hookkit.callbacks import Callback
 from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.errors import HookError, HookkitWarning
-from hookkit.hooks.selection import leaf_modules
 from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.records import as_run
 from hookkit.testing import synth_learner
 from hookkit.training import watch
 
 NO_HOOKS = {"scripted", "compiled", "cyclic"}  # they run no Python hooks, or are no tree
-
-
-class ByHand(Callback):
-    """PyTorch's full backward hooks on the modules that HookCallback hooks, without hookkit."""
-
-    def before_fit(self) -> None:
-        self.handles = [
-            m.register_full_backward_hook(lambda m, i, o: None)
-            for m in leaf_modules(self.learn.model).values()
-            if not isinstance(m, torch.jit.ScriptModule)
-        ]
-
-    def cleanup_fit(self) -> None:
-        for handle in self.handles:
-            handle.remove()
 
 
 class Whole(nn.Module):
@@ -136,14 +119,6 @@ def test_a_learner_trains_as_without_recorders_and_everything_reads(entry: Entry
             with pytest.warns(HookkitWarning, match=re.escape(name)):
                 assert stats.dead_units(i) == []
     assert repr(as_run([r.record() for r in (stats, recorders[1], recorders[3])]).diagnose())
-
-
-@pytest.mark.parametrize("entry", [e for e in ZOO if not e.tags & NO_HOOKS], ids=lambda e: e.name)
-def test_backward_hooks_train_as_pytorchs_own(entry: Entry) -> None:
-    """They refuse in-place layers, and change the order in which gradients are summed."""
-    cb = HookCallback(include_paramless=True, is_forward=False, hook=keep)
-
-    assert_same_training(trained(entry, [cb]), trained(entry, [ByHand()]))
 
 
 # what no loop can train here (of a cyclic one, train() itself does not end)
