@@ -119,14 +119,12 @@ from .hooks import (
     Hooks,
     StopForward as StopForward,
     attention_weights,
-    hook_all as hook_all,
     hook_attention as hook_attention,
     hook_function,
     hook_input as hook_input,
     hook_inputs,
     hook_output,
     hook_outputs,
-    hook_tensor as hook_tensor,
     print_sizes as print_sizes,
 )
 from .hooks.selection import (

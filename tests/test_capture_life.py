@@ -15,12 +15,10 @@ from hookkit.edits import edit_grad, edit_input, edit_output, zero
 from hookkit.edits.swapping import Wrapper, swap
 from hookkit.hooks import (
     Hook,
-    hook_all,
     hook_input,
     hook_inputs,
     hook_output,
     hook_outputs,
-    hook_tensor,
 )
 from hookkit.inspection.features import feature_extractor
 
@@ -37,10 +35,11 @@ def x() -> Tensor:
 
 
 def state(model: nn.Module) -> list[Any]:
-    """Everything that a guest could leave on a module."""
+    """Everything that a guest could leave on a module, but for a flag of PyTorch's own hooks."""
     found = []
     for name, m in model.named_modules():
-        hooks = [(key, list(held)) for key, held in vars(m).items() if "hook" in key and held]
+        tables = [(key, x) for key, x in vars(m).items() if "hook" in key and isinstance(x, dict)]
+        hooks = [(key, list(table)) for key, table in tables if table]
         found.append((name, id(m), sorted(vars(m)), hooks))
     return found
 
@@ -60,8 +59,6 @@ USES: dict[str, Callable[[nn.Sequential, Tensor], Any]] = {
     "edit gradient": lambda net, x: _within(edit_grad(net[0], zero()), net, x),
     "swap": lambda net, x: _within(swap(net, {"0": Wrapper, "2": Wrapper}), net, x),
     "features": lambda net, x: feature_extractor(net, "0")(x)["0"].sum().backward(),
-    "everywhere": lambda net, x: _within(hook_all(lambda *seen: None), net, x),
-    "tensor": lambda net, x: _within(hook_tensor(net[0](x)), net, x),
 }
 
 

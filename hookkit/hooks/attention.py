@@ -44,8 +44,8 @@ def hook_attention(
     Attention is `F.scaled_dot_product_attention`, fused or not; `nn.MultiheadAttention`, also in an
     encoder layer; and any softmax over the last of four dimensions, as eager attention has it (also
     one that is none: name the attention layers in `within` if a model has such). Masks, the causal
-    mask, scale, groups of heads and caches are those of the call; dropout is left out, and so is
-    the column of an attention sink (gpt-oss): there rows sum to less than 1.
+    mask, scale, groups of heads and caches are those of the call; dropout is left out. With an
+    attention sink (gpt-oss) the last column is the sink's.
     The run is not changed, and fused attention stays fused; only that of `nn.TransformerEncoder`
     in evaluation mode runs layer by layer, so that padded positions have values in place of 0.
     Memory: all patterns, unless `keep` says otherwise.
@@ -153,8 +153,6 @@ class AttentionHooks(FunctionHooks):
             shape = _shape(scores)
             if len(shape) == 4:
                 self._check_axes(shape)
-                if _has_sink():
-                    return self._with_sink(func, scores, options)
                 pattern = self._run_hooked(func, "attention", (scores.reshape(shape),), options)
                 return self._check_shape(pattern, shape).reshape(scores.shape)
         return super().__torch_function__(func, types, args, kwargs)
@@ -200,21 +198,6 @@ class AttentionHooks(FunctionHooks):
         pattern = self._check_shape(pattern, seen.shape).reshape(scores.shape)
         return dropout(pattern.to(value.dtype), rate) @ value
 
-    def _with_sink(self, softmax: Any, scores: Tensor, options: Any) -> Tensor:
-        """Run a softmax whose last column is no key; hooks see the other columns."""
-        keys, made = scores[..., :-1], list[Tensor]()
-
-        def attention(part: Tensor, **options: Any) -> Tensor:
-            whole = scores if part is keys else torch.cat([part, scores[..., -1:]], -1)
-            made[:] = [softmax(whole, **options)]
-            made.append(made[0][..., :-1])
-            return made[1]
-
-        pattern = self._run_hooked(attention, "attention", (keys,), options)
-        if pattern is made[1]:
-            return made[0]
-        return torch.cat([self._check_shape(pattern, tuple(keys.shape)), made[0][..., -1:]], -1)
-
     def _check_axes(self, shape: tuple[int, ...]) -> None:
         """Raise if an edit would take another dimension for the heads."""
         heads = _n_heads(next(running_modules(), None))
@@ -254,11 +237,6 @@ def _needs_graph(query: Tensor) -> bool:
     if has_torch_function_unary(query):
         return bool(handle_torch_function(_needs_graph, (query,), query))
     return False
-
-
-def _has_sink() -> bool:
-    """Return True if the attention that runs now has a sink as its last key, as gpt-oss."""
-    return isinstance(getattr(next(running_modules(), None), "sinks", None), Tensor)
 
 
 def _n_heads(owner: nn.Module | None) -> Any:
@@ -320,12 +298,15 @@ def attention_scores(
     device = query.device.type
     with torch.autocast(device, enabled=False) if is_autocast_available(device) else nullcontext():
         scores = (query.to(dtype) * scale) @ key.to(dtype).mT
-    # Private: `CausalBias._materialize`, the mask that this class of tensors stands for (since
-    # 2.3). It has no public name; without it the class cannot be added to a tensor.
-    if attn_mask is not None and hasattr(attn_mask, "_materialize"):
-        attn_mask = attn_mask._materialize(query.device)
+    n_earlier = 0  # keys before the one that the first query is at
+    # torch.nn.attention.bias, which is not imported because that takes a second
+    if isinstance(attn_mask, Tensor) and type(attn_mask).__name__ == "CausalBias":
+        bias: Any = attn_mask
+        n_earlier = (bias.seq_len_kv - bias.seq_len_q) * (bias.variant.name == "LOWER_RIGHT")
+        attn_mask, is_causal = None, True
     if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        attn_mask = attn_mask.tril(n_earlier)
     if attn_mask is None:
         return scores
     if attn_mask.dtype == torch.bool:

@@ -255,12 +255,6 @@ def _unregister(hooks: Sequence[Hook]) -> bool:
             h.handle.remove()
         h.handle, h.registered = None, False
         fired = fired and (h.last is not None or h.fired)
-    for m in [h.module for h in hooks] if hooks and hooks[0].options.kind == "backward" else ():
-        if m is not None and not m._backward_hooks:
-            # Private: PyTorch sets `_is_full_backward_hook` with the first full backward hook and
-            # never resets it (since 1.8). Without this line the module would go on refusing
-            # backward hooks of the old sort.
-            m._is_full_backward_hook = None
     return fired
 
 

@@ -59,7 +59,7 @@ def preserve_state(
 
     hookkit's hooks that only observe are off inside it, so that captures and statistics do not see
     the run; so a forward that reads a capture of its own finds it empty. Edits, the user's own
-    hooks and PyTorch's global hooks (`hook_all`) run.
+    hooks and PyTorch's global hooks run.
 
     Args:
         model: a module, or its `Tree` if there is one already.
