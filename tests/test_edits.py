@@ -23,7 +23,13 @@ from hookkit.edits import (
     scale,
     zero,
 )
-from hookkit.errors import ArgumentError, HookError, NeverFiredWarning
+from hookkit.errors import (
+    ArgumentError,
+    HookError,
+    NeverFiredWarning,
+    OptionError,
+    SelectionError,
+)
 from hookkit.hooks import hook_input, hook_output, hook_outputs
 from hookkit.hooks.selection import select
 
@@ -224,6 +230,81 @@ def test_a_gradient_of_another_shape() -> None:
         edit_grad(layer, lambda m, g: g.sum(0)),
     ):
         layer(x).sum().backward()
+
+
+# --- another edit for each layer
+
+
+class Steps(nn.Module):
+    """Three layers that add 1, 10 and 100; the first has a second name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        for i, m in enumerate(self.blocks):
+            nn.init.eye_(m.weight)  # type: ignore[arg-type]
+            nn.init.constant_(m.bias, 10**i)  # type: ignore[arg-type]
+        self.first = self.blocks[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for m in self.blocks:
+            x = m(x)
+        return x
+
+
+def test_the_keys_of_a_dict_of_edits_select_in_the_model() -> None:
+    net, x = Steps(), torch.zeros(1, 2, requires_grad=True)
+
+    with edit_output(net, {"blocks.[01]": add(0.5), "blocks.2": lambda o: 2 * o}) as edits:
+        assert net(x).tolist() == [[224.0, 224.0]]
+    with edit_input(net, {"blocks.1": zero()}):
+        assert net(x).tolist() == [[110.0, 110.0]]
+    with edit_grad(net, {"blocks.1": lambda grad: 3 * grad}):
+        net(x).sum().backward()
+    with edit_output(net, {"blocks.0": zero(), "blocks.2": zero()}, calls=1):
+        assert net(x).tolist() == [[111.0, 111.0]]
+        assert net(x).tolist() == [[0.0, 0.0]]
+
+    assert edits.n_calls == {"blocks.0": 1, "blocks.1": 1, "blocks.2": 1}
+    assert x.grad is not None
+    assert x.grad.tolist() == [[3.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    ("edits", "error", "says"),
+    [
+        ({"block.0": zero()}, SelectionError, 'no module matches "block'),
+        ({}, OptionError, "no module was given"),
+        ({"blocks.0": zero}, ArgumentError, "makes an edit, and is none itself"),
+        ({"blocks.0": 3}, ArgumentError, "must be a function"),
+        ({"blocks.*": zero(), "blocks.0": add(1.0)}, OptionError, 'two keys mean the layer "block'),
+        ({"blocks.0": zero(), "first": add(1.0)}, OptionError, "'blocks.0' and 'first'"),
+    ],
+)
+def test_dicts_of_edits_that_cannot_be_meant_change_nothing(
+    edits: Any, error: Any, says: str
+) -> None:
+    net = Steps()
+
+    with pytest.raises(error, match=says):
+        edit_outputs(net, edits)
+
+    assert not any(m._forward_hooks for m in net.modules())
+
+
+def test_a_dict_of_edits_is_for_a_model_and_its_errors_name_the_layer() -> None:
+    net = Steps()
+    with pytest.raises(ArgumentError, match="A dict of edits selects in a model"):
+        edit_outputs(select(net, "blocks.*"), {"blocks.0": zero()})
+
+    with (
+        pytest.raises(ZeroDivisionError) as caught,
+        edit_outputs(net, {"blocks.1": lambda o: 1 / 0}),
+    ):
+        net(torch.zeros(1, 2))
+
+    assert len(caught.value.__notes__) == 1
+    assert caught.value.__notes__[0].endswith("on 'blocks.1' (Linear)")
 
 
 # --- ready-made edits

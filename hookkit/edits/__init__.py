@@ -5,13 +5,13 @@ What functions return           edit_function; of attention, edit_attention
 … to what                       zero, scale, add, replace, patch_from
 Other modules in its place      swap, Wrapper
 
-api       The functions that edit: hooks that replace what they see.
-edit      What such a hook calls: a user's function, at some calls, or another for each layer.
+edit      The functions that edit: hooks that replace what they see.
 changes   Ready-made edits, for all of a value or a part of it.
 swapping  Modules replaced by others.
 """
 
-from hookkit.edits.api import (
+from hookkit.edits.changes import add, patch_from, replace, scale, zero
+from hookkit.edits.edit import (
     edit_attention,
     edit_function,
     edit_grad,
@@ -21,7 +21,6 @@ from hookkit.edits.api import (
     edit_output,
     edit_outputs,
 )
-from hookkit.edits.changes import add, patch_from, replace, scale, zero
 from hookkit.edits.swapping import Wrapper, swap
 
 __all__ = [

@@ -1,8 +1,8 @@
 """Ready-made edits: `zero`, `scale`, `add`, `replace`, `patch_from`, for all of a value or a part.
 
-Each makes a `Change`: what to do with one tensor, done to every tensor of what a layer gives (or
-takes, or gets as gradient), with the containers' types kept. The tensors of the run are read only:
-a changed tensor is a new one, through which gradients flow.
+Each makes a `Change`, which does one thing to every tensor of what a layer gives (or takes, or gets
+as gradient) and keeps the types of containers. The tensors of the run are only read: a changed
+tensor is a new one, through which gradients flow.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from hookkit.hooks.attach import module_repr
 from hookkit.hooks.functions import FunctionCall
 
 New = Callable[[Tensor, Any], Any]
-Given = Callable[[Any, nn.Module, Any], list[Any]]
+Operands = Callable[[Any, nn.Module, Any], list[Any]]
 
 
 class Change:
-    """A ready-made edit: a function for `edit_output`, `Hook(…, edit=True)` and their like.
+    """Changes each tensor of a value: a function for `edit_output` and `Hook(…, edit=True)`.
 
     Args:
         text: how it was made, for messages: `scale(2)`.
-        new: gives what takes the place of a tensor's part `at`, from that and what was given.
+        new: `new(part, operand)` returns what takes the place of the part `at` of a tensor.
         at: the part of each tensor, as in `tensor[at]`; None is all of it.
-        given: what each tensor of a value is combined with, from `(value, module, hook)`.
+        operands: `operands(value, module, hook)` returns the operand for each tensor of a value.
     """
 
     wants_hook = True
 
-    def __init__(self, text: str, new: New, at: Any, given: Given) -> None:
-        self.text, self.new, self.given = text, new, given
+    def __init__(self, text: str, new: New, at: Any, operands: Operands) -> None:
+        self.text, self.new, self.operands = text, new, operands
         self.at = ... if at is None else at
 
     def __call__(self, module: nn.Module, *seen: Any, hook: Any = None) -> Any:
-        """The last argument, changed: the output, the inputs, or a gradient.
+        """Return the last argument, changed: the output, the inputs, or a gradient.
 
         An error of PyTorch gains a note that names the layer.
 
@@ -54,7 +54,7 @@ class Change:
                     "hookkit finds no tensor in it. Give a function of the value that returns the "
                     "changed one (lambda value: …), or edit a layer before it."
                 )
-            others = iter(self.given(value, module, hook))
+            others = iter(self.operands(value, module, hook))
             return tree_map(lambda x: self._one(x, next(others)), value)
         except Exception as e:
             label = module_repr(module) if hook is None else hook.label
@@ -62,7 +62,7 @@ class Change:
             raise
 
     def _one(self, x: Tensor, other: Any) -> Tensor:
-        """One tensor, changed."""
+        """Return one tensor, changed."""
         if isinstance(other, Tensor):
             other = other.to(x.device)
         new = self.new(x if self.at is ... else x[self.at], other)
@@ -88,7 +88,7 @@ class Change:
 
 
 def zero(*, at: Any = None) -> Change:
-    """Sets to zero: the ablation of a layer, a channel (`at=(slice(None), 3)`), a position.
+    """Make an edit that sets to zero: a layer, a channel (`at=(slice(None), 3)`), a position.
 
     Args:
         at: what to act on, as in `tensor[at]`: an int, slice, tuple, mask, index tensor; default
@@ -106,7 +106,7 @@ def zero(*, at: Any = None) -> Change:
 
 
 def scale(k: float | Tensor, *, at: Any = None) -> Change:
-    """Multiplies what a layer returns by a number or a tensor.
+    """Make an edit that multiplies what a layer returns by a number or a tensor.
 
     Args:
         k: the factor; a tensor has to broadcast.
@@ -123,11 +123,11 @@ def scale(k: float | Tensor, *, at: Any = None) -> Change:
 
 
 def add(v: float | Tensor, *, at: Any = None) -> Change:
-    """Adds a number or a tensor, such as a steering vector, to what a layer returns.
+    """Make an edit that adds a number or a tensor, such as a steering vector.
 
     Args:
-        v: what is added; a tensor has to broadcast. It is cast to the dtype and device of what it
-            is added to, and can be trained.
+        v: a number, or a tensor that has to broadcast. It is cast to the dtype and device of the
+            tensor that it is added to, and can be trained.
         at: what to act on, as in `tensor[at]`; all by default. See `zero`.
 
     Returns:
@@ -142,7 +142,7 @@ def add(v: float | Tensor, *, at: Any = None) -> Change:
 
 
 def replace(t: Any, *, at: Any = None) -> Change:
-    """Puts `t` in the place of the value, or of the part `at`.
+    """Make an edit that puts `t` in the place of the value, or of the part `at`.
 
     Args:
         t: a number or tensor for a tensor (it may broadcast); for a structured value, a structure
@@ -158,25 +158,25 @@ def replace(t: Any, *, at: Any = None) -> Change:
     tensor([0., 7., 7.])
     """
 
-    def given(value: Any, module: nn.Module, hook: Any) -> list[Any]:
+    def operands(value: Any, module: nn.Module, hook: Any) -> list[Any]:
         return [_part(x, v, at) for x, v in _pairs(value, t)]
 
-    return Change(f"replace({describe(t)})", _put, at, given)
+    return Change(f"replace({describe(t)})", _put, at, operands)
 
 
 def patch_from(
     run: Hook | Hooks | Mapping[str, Any], *, at: Any = None, from_at: Any = None
 ) -> Change:
-    """Puts in what another run had at the same layer: activation patching.
+    """Make an edit that puts in the value of another run at the same layer: activation patching.
 
-    A layer is found as the same module; of another model by its name there, as `select` gives it,
-    and never by its position in a list. What the other run had is of the same shape, or of one
+    A layer is found as the same module; in another model by its name there, as `select` gives it,
+    and never by its position in a list. The value of the other run has the same shape, or one
     sample, which patches every sample of a batch.
 
     Args:
         run: the hooks of that run (they have to live, not to be registered), or a dict of its
-            values by layer name. With `keep="all"`, and of functions, call by call; else each call
-            gets the last call's value.
+            values by layer name. With `keep="all"`, and of functions, call by call; otherwise each
+            call gets the last call's value.
         at: as in `zero`, to patch a position or a head only.
         from_at: the part of the other run's tensor that is put there; default: the same part. Into
             position 7 from position 4 of another prompt: `at=(slice(None), 7)`,
@@ -211,24 +211,24 @@ def patch_from(
             return v  # the part itself; what hooks have is all of it
         return _for_each_sample(v, x)[place]
 
-    def given(value: Any, module: nn.Module, hook: Any) -> list[Any]:
+    def operands(value: Any, module: nn.Module, hook: Any) -> list[Any]:
         return [one(x, v) for x, v in _pairs(value, _stored(run, module, hook))]
 
-    return Change("patch_from(…)", _put, at, given)
+    return Change("patch_from(…)", _put, at, operands)
 
 
 def _put(part: Tensor, new: Any) -> Any:
-    """A copy of `new`, since what follows may write into it."""
+    """Return a copy of `new`, because the layers that follow may write into it."""
     return new.clone() if isinstance(new, Tensor) else new
 
 
-def _same(v: Any) -> Given:
-    """The same for every tensor."""
+def _same(v: Any) -> Operands:
+    """Return operands that are `v` for every tensor."""
     return lambda value, module, hook: [v] * len(tree_leaves(value))
 
 
 def _pairs(value: Any, t: Any) -> list[tuple[Tensor, Any]]:
-    """Each tensor of `value` with the one of `t`, or the number `t`, that takes its place."""
+    """Return each tensor of `value` with the one of `t`, or the number, that takes its place."""
     old, new = tree_leaves_with_path(value), tree_leaves_with_path(t)
     if isinstance(t, int | float | complex):
         return [(x, t) for _, x in old]
@@ -238,14 +238,14 @@ def _pairs(value: Any, t: Any) -> list[tuple[Tensor, Any]]:
 
 
 def _part(x: Tensor, v: Any, at: Any) -> Any:
-    """Of a `v` that stands for all of `x`, what is at `at`."""
+    """Return the part `at` of a `v` that stands for all of `x`; any other `v` as it is."""
     if at is None or not isinstance(v, Tensor) or v.dim() != x.dim() or v.shape == x[at].shape:
         return v
     return v.expand(x.shape)[at]
 
 
 def _for_each_sample(v: Tensor, x: Tensor) -> Tensor:
-    """`v` in the shape of `x`: the same, or one sample of it for all samples."""
+    """Return `v` in the shape of `x`: `v` itself, or its one sample for all samples."""
     if v.shape != x.shape and (v.shape[:1] != (1,) or v.shape[1:] != x.shape[1:]):
         raise HookError(
             f"the other run had {describe(v)}, and {describe(x)} is there: one sample is patched "
@@ -256,7 +256,7 @@ def _for_each_sample(v: Tensor, x: Tensor) -> Tensor:
 
 
 def _stored(run: Hook | Hooks | Mapping[str, Any], module: nn.Module, hook: Any) -> Any:
-    """What the other run had at this layer: the same module, else the same name in the model."""
+    """Return the other run's value of this layer: of the same module, else of the same name."""
     n = 0 if hook is None or (recomputing() and hook.n_calls == 1) else hook.n_calls
     has_name = hook is not None and hook.name is not None and not hook.scope.names_are_positions
     names = (hook.name, f"{hook.name}:{n}") if has_name else ()  # `:n` of a function's call
@@ -281,7 +281,7 @@ def _stored(run: Hook | Hooks | Mapping[str, Any], module: nn.Module, hook: Any)
 
 
 def _is_same_call(h: Hook, module: nn.Module, n: int) -> bool:
-    """Whether `h` stored the `n`-th call of the function of `module`, in the same module."""
+    """Return whether `h` stored the `n`-th call of the function of `module`, in the same module."""
     other = h.module
     if not isinstance(other, FunctionCall) or not isinstance(module, FunctionCall):
         return False
@@ -290,7 +290,7 @@ def _is_same_call(h: Hook, module: nn.Module, n: int) -> bool:
 
 
 def _value(h: Hook, n: int) -> Any:
-    """What `h` stored: of each call, the `n`-th; else the last."""
+    """Return what `h` stored: the `n`-th call with keep="all", else the last."""
     value = h.stored
     if h.options.keep == "all":
         if n and recomputing():
