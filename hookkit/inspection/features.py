@@ -1,8 +1,8 @@
 """A model's inner outputs as an ordinary module, which runs the model only as far as needed.
 
-Each call puts hooks on the wanted layers, runs the model, and removes them. What it collects
-belongs to that call: copies, pickles and state dicts hold nothing of it. Layers are known by name,
-so a copy extracts from its own model.
+Each call puts hooks on the wanted layers, runs the model, and removes them. The features belong to
+that call: copies, pickles and state dicts hold none. Layers are known by name, so a copy extracts
+from its own model.
 
 Builds on `Wrapper` and on `attach`. Not on `Hooks`: only the first call of a layer is wanted, and
 outputs keep their graph.
@@ -34,11 +34,11 @@ from hookkit.hooks.values import part_at, snapshot
 
 def feature_extractor(
     model: nn.Module,
-    *what: Selector,
+    *layers: Selector,
     detach: bool = False,
     stop: bool = True,
 ) -> FeatureExtractor:
-    """A module that gives the outputs of the layers `what` of `model`, as a dict by name.
+    """Return a module that gives the outputs of some layers of `model`, as a dict by name.
 
     Calling it runs the model, with all its hooks, until the last wanted layer has returned. It
     shares the model's modules: train, move, save, copy or pickle it as any module; parameters
@@ -47,15 +47,16 @@ def feature_extractor(
 
     Args:
         model: any model; it is not changed.
-        what: layers as in `select`: names, globs, paths (`"lstm[1][0]"`), classes, and dicts
+        layers: as for `select`: names, globs, paths (`"lstm[1][0]"`), classes, and dicts
             that name the features: `{"layer2": "h"}`.
         detach: gives detached tensors; by default gradients flow through the features.
         stop: False lets the whole model run in any case.
 
     Returns:
-        A `FeatureExtractor`. Of a layer that is called several times it gives the first output;
-        later in-place operations of the model do not change it (copy-on-write on the CPU, a copy
-        elsewhere). A layer that was not reached gives None, and a `NeverFiredWarning`.
+        A `FeatureExtractor`. A layer that is called several times gives its first output. Later
+        in-place operations of the model do not change features: they are copies, with `detach` on
+        the CPU made at the first write. A layer that was not reached gives None, and a
+        `NeverFiredWarning`.
 
     Raises:
         SelectionError: no such layer.
@@ -67,7 +68,7 @@ def feature_extractor(
     >>> extract(torch.ones(1, 1, 28, 28))["conv2"].shape
     torch.Size([1, 16, 20, 20])
     """
-    chosen = select(model, *what)
+    chosen = select(model, *layers)
     for module in chosen.values():
         check_hookable(module, "feature_extractor")
     wanted = {key: chosen.place(key) for key in chosen}
@@ -75,7 +76,7 @@ def feature_extractor(
 
 
 class FeatureExtractor(Wrapper):
-    """Gives the outputs of some layers of the model it wraps. Made by `feature_extractor`.
+    """Runs the model it wraps and returns the outputs of some layers; see `feature_extractor`.
 
     Attributes:
         wrapped: the model.
@@ -96,7 +97,7 @@ class FeatureExtractor(Wrapper):
         self.stop = check_flag(who, "stop", stop, hint)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The features of these inputs (those of the model), by name in the order selected."""
+        """Run the model on its inputs; return the features by name, in the order selected."""
         if torch.compiler.is_compiling():
             eager: Callable[..., Any] = torch.compiler.disable
             features: dict[str, Any] = eager(self._extract)(*args, **kwargs)
@@ -109,7 +110,7 @@ class FeatureExtractor(Wrapper):
         stop = self.stop and call_kind() != "exported"
 
         def seeing(key: str, path: str) -> Callable[..., None]:
-            """The hook that stores the output of a layer, or the part of it at `path`."""
+            """Return the hook that stores the output of a layer, or the part of it at `path`."""
 
             def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
                 nonlocal stop
@@ -137,20 +138,17 @@ class FeatureExtractor(Wrapper):
                 if e.owner is not features:
                     raise
         if missing := [key for key in self.wanted if key not in features]:
-            self._warn(missing)
+            few = ", ".join(f'"{key}"' for key in missing[:5]) + (" …" if missing[5:] else "")
+            warn(
+                f"feature_extractor: {len(missing)} of {len(self.wanted)} layers were not reached "
+                f"by this input, in this thread: {few}. The whole model ran, and they are None. "
+                "Leave them out, or see which layers this input runs with print_sizes(model). "
+                "DataParallel runs threads of its own: wrap the extractor in it.",
+                NeverFiredWarning,
+            )
         return {key: features.get(key) for key in self.wanted}
 
-    def _warn(self, missing: list[str]) -> None:
-        few = ", ".join(f'"{key}"' for key in missing[:5]) + (" …" if missing[5:] else "")
-        warn(
-            f"feature_extractor: {len(missing)} of {len(self.wanted)} layers were not reached by "
-            f"this input, in this thread: {few}. The whole model ran, and they are None. Leave "
-            "them out, or see which layers this input runs with print_sizes(model). DataParallel "
-            "runs threads of its own: wrap the extractor in it.",
-            NeverFiredWarning,
-        )
-
     def extra_repr(self) -> str:
-        """The features, and where they come from."""
+        """Return the features' names, and the layers that they come from."""
         paths = {key: name + path for key, (name, path) in self.wanted.items()}
         return ", ".join(p if p == key else f"{key} = {p}" for key, p in paths.items())
