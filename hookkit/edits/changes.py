@@ -147,8 +147,8 @@ def replace(t: Any, *, at: Any = None) -> Change:
     Args:
         t: a number or tensor for a tensor (it may broadcast); for a structured value, a structure
             of the same containers, whose tensors take the places of its tensors.
-        at: what to act on, as in `tensor[at]`; all by default. From a `t` of as many dimensions as
-            the value the same part is taken.
+        at: what to act on, as in `tensor[at]`; all by default. Then `t` takes the place of that
+            part, so it has the part's shape, or broadcasts to it.
 
     Returns:
         The edit, for `edit_output` and the like.
@@ -159,7 +159,7 @@ def replace(t: Any, *, at: Any = None) -> Change:
     """
 
     def operands(value: Any, module: nn.Module, hook: Any) -> list[Any]:
-        return [_part(x, v, at) for x, v in _pairs(value, t)]
+        return [v for _, v in _pairs(value, t)]
 
     return Change(f"replace({describe(t)})", _put, at, operands)
 
@@ -204,11 +204,8 @@ def patch_from(
     place = ... if at is None else at
 
     def one(x: Tensor, v: Tensor) -> Tensor:
-        part = x[place]
         if from_at is not None:
-            return _for_each_sample(v[from_at], part)
-        if v.shape == part.shape != x.shape and isinstance(run, Mapping):
-            return v  # the part itself; what hooks have is all of it
+            return _for_each_sample(v[from_at], x[place])
         return _for_each_sample(v, x)[place]
 
     def operands(value: Any, module: nn.Module, hook: Any) -> list[Any]:
@@ -235,13 +232,6 @@ def _pairs(value: Any, t: Any) -> list[tuple[Tensor, Any]]:
     if [path for path, _ in old] != [path for path, _ in new]:
         raise HookError(f"{describe(t)} is of another structure. Give the same containers.")
     return [(x, v) for (_, x), (_, v) in zip(old, new, strict=True)]
-
-
-def _part(x: Tensor, v: Any, at: Any) -> Any:
-    """Return the part `at` of a `v` that stands for all of `x`; any other `v` as it is."""
-    if at is None or not isinstance(v, Tensor) or v.dim() != x.dim() or v.shape == x[at].shape:
-        return v
-    return v.expand(x.shape)[at]
 
 
 def _for_each_sample(v: Tensor, x: Tensor) -> Tensor:

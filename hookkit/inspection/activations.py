@@ -99,8 +99,9 @@ class RowFiles:
         Raises:
             OptionError: something else has written to this folder.
         """
-        for file, n in self.n_bytes.items():
-            if not (self.folder / file).exists() or (self.folder / file).stat().st_size != n:
+        for name, n in self.n_bytes.items():
+            path = self.folder / name
+            if not path.exists() or path.stat().st_size != n:
                 raise self._shared()
         layers = {k: [kinds[k][0], str(kinds[k][1]).removeprefix("torch.")] for k in self.layers}
         with atomic_write(self.folder / _INDEX, text=True) as file:

@@ -91,9 +91,8 @@ def collect(
             f"collect(accumulate={accumulate!r}): give an accumulator, such as Mean() or TopK(10), "
             "or an object with update(rows, ids)."
         )
-    options: dict[str, Any] = {"rows": rows, "mask": mask, "hook": hook, "forward": forward}
-    options |= {"stop": stop, "ids": ids, "max_rows": max_rows, "to_cpu": out_dir is not None}
-    source = LayerRows("collect", model, loader, layers, **options)
+    options = (rows, mask, hook, forward, stop, ids, max_rows, out_dir is not None)
+    source = LayerRows("collect", model, loader, layers, *options)
     shuffles = isinstance(getattr(loader, "sampler", None), RandomSampler)
     if shuffles and ids is None and not isinstance(accumulate, Mean):
         warn(
@@ -155,8 +154,7 @@ def activation_stream(
     size = check_number(who, "batch_size", batch_size, 1, whole=True, what="rows of a batch")
     buffer = 16 * size if buffer is None else buffer
     room = check_number(who, "buffer", buffer, size, whole=True, what="rows, at least a batch")
-    options: dict[str, Any] = {"rows": rows, "mask": mask, "hook": hook, "forward": forward}
-    source = LayerRows(who, model, loader, layer, **options, stop=stop)
+    source = LayerRows(who, model, loader, layer, rows, mask, hook, forward, stop)
     if len(source.layers) != 1:
         raise OptionError(f"{who}: one layer gives one stream; select one of {[*source.layers]}.")
     return _batches(source, size, room, torch.Generator().manual_seed(seed))

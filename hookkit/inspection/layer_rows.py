@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,13 +27,12 @@ Field = str | int | Callable[[Any], Any] | None
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+@dataclass(eq=False)
 class LayerRows:
-    """Runs a model over batches, and gives what its layers gave as rows.
+    """Runs a model over batches; yields what its layers gave as rows.
 
-    Args:
-        who: the function called, for messages.
-        to_cpu: moves the rows to the CPU.
-        model, loader, layers, rows, mask, hook, forward, stop, ids, max_rows: as for `collect`.
+    The fields are the arguments of `collect`; `who` is the function called, for messages, and
+    `to_cpu` moves the rows to the CPU.
 
     Attributes:
         layers: the modules, by name.
@@ -42,44 +42,35 @@ class LayerRows:
         SelectionError, ArgumentError, OptionError: as `collect`.
     """
 
-    def __init__(
-        self,
-        who: str,
-        model: nn.Module,
-        loader: Any,
-        layers: Any,
-        *,
-        rows: str,
-        mask: Field,
-        hook: Any,
-        forward: Any,
-        stop: bool,
-        ids: Field = None,
-        max_rows: int | None = None,
-        to_cpu: bool = False,
-    ) -> None:
+    who: str
+    model: nn.Module
+    loader: Any
+    selectors: Any
+    rows: str
+    mask: Field
+    hook: Any
+    forward: Any
+    stop: bool
+    ids: Field = None
+    max_rows: int | None = None
+    to_cpu: bool = False
+
+    def __post_init__(self) -> None:
+        who, model = self.who, self.model
         checks.check_module(who, model, f"The model comes first: {who}(model, …).")
-        check_loader("data", loader)
-        checks.check_callable(who, "forward", forward, "f(model, batch)")
-        if hook is not None:
-            hook = checks.check_function(who, hook, *KINDS["forward"], name="hook")
-        if max_rows is not None:
-            checks.check_number(who, "max_rows", max_rows, 1, whole=True)
-        selectors = layers if isinstance(layers, list | tuple) else [layers]
+        check_loader("data", self.loader)
+        checks.check_choice(who, "rows", self.rows, ("sample", "token"))
+        checks.check_flag(who, "stop", self.stop)
+        checks.check_callable(who, "forward", self.forward, "f(model, batch)")
+        if self.hook is not None:
+            self.hook = checks.check_function(who, self.hook, *KINDS["forward"], name="hook")
+        if self.max_rows is not None:
+            checks.check_number(who, "max_rows", self.max_rows, 1, whole=True)
+        selectors = self.selectors if isinstance(self.selectors, list | tuple) else [self.selectors]
         self.layers = select(unwrap(model), *selectors)
         tensors = [*model.parameters(), *model.buffers()]
         if any(map(nn.parameter.is_lazy, tensors)):
             raise ArgumentError(f"{who}: a parameter has no shape yet. Run the model once.")
-        self.who, self.model, self.loader, self.hook, self.forward = (
-            who,
-            model,
-            loader,
-            hook,
-            forward,
-        )
-        self.rows = checks.check_choice(who, "rows", rows, ("sample", "token"))
-        self.stop = checks.check_flag(who, "stop", stop)
-        self.mask, self.ids, self.max_rows, self.to_cpu = mask, ids, max_rows, to_cpu
         self._devices = {t.device for t in tensors if not t.is_meta}
         self.kinds = dict[str, tuple[list[int], torch.dtype]]()
         self._n_rows = self._n_samples = self._n_batches = 0
