@@ -337,8 +337,9 @@ class _Edit:
             numbers = calls if isinstance(calls, Collection) else [calls]
             if not all(is_whole(n) and n >= 0 for n in numbers):
                 raise OptionError(
-                    f"{who}(calls={short_repr(calls)}): calls are numbered 0, 1, … in each `with`. Give "
-                    "a collection of such numbers, or a function f(number) that is true for some."
+                    f"{who}(calls={short_repr(calls)}): calls are numbered 0, 1, … in each `with`. "
+                    "Give a collection of such numbers, or a function f(number) that is true for "
+                    "some."
                 )
             self.wanted = frozenset(numbers).__contains__
 
