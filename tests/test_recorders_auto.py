@@ -84,6 +84,6 @@ def test_several_processes_and_other_words_are_refused(monkeypatch: pytest.Monke
     with pytest.raises(OptionError, match=r'every=\'often\'\): .* or "auto"'):
         ActivationStats(every="often")
     monkeypatch.setattr("hookkit._core.distributed.is_distributed", lambda: True)
-    monkeypatch.setattr("hookkit._core.distributed.this_rank", lambda: "rank 0 of 2")
+    monkeypatch.setattr("hookkit._core.distributed.rank_label", lambda: "rank 0 of 2")
     with pytest.raises(OptionError, match=r"could not merge them\. Give a number"):
         train(ActivationStats(every="auto"), 1, monkeypatch)
