@@ -72,6 +72,8 @@ def train(net, *callbacks, x=None, n=1, opt=None, **how):
 
 def test_activation_stats_tell_what_reads_each_row():
     assert train(Calls(F.relu), ActivationStats()).activations.meta["read_by"] == ["ReLU", ""]
+    own = ActivationStats(hook=lambda m, i, o: i[0])  # of inputs it says nothing
+    assert "read_by" not in train(Calls(F.relu), own).activations.meta
 
 
 @pytest.mark.parametrize("every", [1, 4])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hookkit.recorders.bins import SAMPLE, LogBins, count, sample_of
+from hookkit.recorders.bins import SAMPLE, LogBins, RangeBins, count, sample_of
 from hookkit.recorders.moments import (
     CHUNK,
     EMPTY,
@@ -118,8 +118,8 @@ def test_magnitudes_negated_views_and_subclasses_are_read_and_sparse_ones_are_no
 # histograms
 
 
-@pytest.mark.parametrize("bins", [LogBins(), LogBins(-40, 8, 1)])
-def test_bins_count_what_numpy_counts(bins: LogBins) -> None:
+@pytest.mark.parametrize("bins", [LogBins(), RangeBins(-1, 2, 6)])
+def test_bins_count_what_numpy_counts(bins: LogBins | RangeBins) -> None:
     x = torch.cat([torch.randn(3000) * 10.0**e for e in range(-6, 6)])
     x = torch.cat([x, x.new_tensor([0.0, -0.0, math.nan, math.inf, -math.inf])])
     edges = np.where(np.isinf(bins.edges), np.sign(bins.edges) * 1e300, bins.edges)

@@ -270,3 +270,25 @@ def test_a_step_that_a_scaler_skips_is_none():
             opt.zero_grad()
 
     assert info_of(loop)["kept_gradients"] == [0, 6]
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_ctrl_c_as_a_gradient_is_followed_leaves_no_hook_on_a_parameter(monkeypatch, register):
+    net = nn.Linear(2, 2)
+    opt, real = torch.optim.SGD(net.parameters(), 0.1), getattr(torch.Tensor, register)
+
+    def interrupted(self, hook):
+        real(self, hook)
+        raise KeyboardInterrupt
+
+    def loop():
+        with watch(net, opt):
+            net(torch.ones(4, 2)).sum().backward()
+            monkeypatch.setattr(torch.Tensor, register, interrupted)
+            opt.step()
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+
+    tables = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in net.parameters()]
+    assert not any(hooks for pair in tables for hooks in pair)

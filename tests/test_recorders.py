@@ -317,21 +317,25 @@ def test_the_channels_of_a_relu_are_those_of_the_layer_before_it_and_the_dead_on
 # bins
 
 
-def test_bins_of_gradients_reach_down_to_tiny_ones() -> None:
-    train(net(), batches(1), grads := GradientStats(True))
+def test_bins_are_of_the_users_own_range_and_those_of_gradients_reach_down_to_tiny_ones() -> None:
+    stats, grads = ActivationStats(True, bins=(0, 10, 40)), GradientStats(True)
 
-    np.testing.assert_array_equal(grads.record().edges, LogBins(-40, 8, 1).edges)
+    train(net(), batches(1), stats, grads)
 
-
-class Mine(ActivationStats):
-    def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
-        return i
+    own, tiny = stats.record().edges, grads.record().edges
+    assert own is not None
+    assert own[:3].tolist() == [-math.inf, 0, 0.25]
+    assert stats.hist(0).shape == (42, 1)
+    np.testing.assert_array_equal(tiny, LogBins(-40, 8, 1).edges)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Mine(), "Make it a HookCallback"),
+        (lambda: ActivationStats(bins=(0, 1, 4)), "with_hist=True"),
+        (lambda: ActivationStats(True, bins="ten"), "give .low, high, n."),
+        (lambda: ActivationStats(True, bins=(1, 0, 2)), "low < high"),
+        (lambda: ActivationStats(True, bins=(0, 1, 10**9)), r"bins.2.=1000000000.* 1 to 4096"),
         (lambda: ActivationStats(eps=-1), "eps=-1"),
         (lambda: ActivationStats(every=0), "every=0"),
         (lambda: ParamStats(every=1.5), "every=1.5.* whole"),

@@ -43,6 +43,7 @@ def recorded(dtype: torch.dtype, setting: Setting) -> Any:
     with setting():
         guests: list[Any] = [
             ActivationStats(with_hist=True, units=True, include_paramless=True),
+            ActivationStats(with_hist=True, bins=(-1, 1, 4)),
             GradientStats(),
             ParamStats(),
         ]

@@ -1,4 +1,4 @@
-"""Histograms of a bounded sample, in signed logarithmic bins that need no range.
+"""Histograms of a bounded sample: signed logarithmic bins that need no range, or equal ones.
 
 The upper bits of a float32 are a logarithmic bin number: `bits >> 22` counts two bins an octave
 (edges 1, 1.5, 2, 3, 4, …), exactly and alike on every device, without a logarithm or a search. What
@@ -68,7 +68,29 @@ class LogBins:
         return bins[(bits >> 22 & _CLASSES - 1).long()]
 
 
-def count(x: Any, bins: LogBins) -> Any:
+class RangeBins:
+    """`n` equal bins from `low` to `high` (fastai: 40 from 0 to 10), and open ones beside them.
+
+    >>> RangeBins(0, 10, 2).edges.tolist()
+    [-inf, 0.0, 5.0, 10.0, inf]
+    """
+
+    def __init__(self, low: float, high: float, n: int) -> None:
+        self.edges = np.concatenate([[-np.inf], np.linspace(low, high, n + 1), [np.inf]])
+        self.n = n + 2
+        self._inner = self.edges[1:-1].astype(np.float32)
+
+    def places(self, x: Any) -> Any:
+        """Return the bin of each value of a float32 array; `n` for NaN and Inf."""
+        return np.where(np.isfinite(x), np.searchsorted(self._inner, x, side="right"), self.n)
+
+    def places_in_tensor(self, x: Tensor) -> Tensor:
+        """Return the same of a float32 tensor, int64 of its shape."""
+        inner = torch.from_numpy(self._inner).to(x.device, non_blocking=True)
+        return torch.bucketize(x, inner, right=True).where(x.isfinite(), self.n)
+
+
+def count(x: Any, bins: LogBins | RangeBins) -> Any:
     """Return (n,) counts of the finite values of an array, float32 or float64."""
     if x.dtype != np.float32:
         most = np.finfo(np.float32).max

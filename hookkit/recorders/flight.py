@@ -27,7 +27,7 @@ from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.errors import NonFiniteError, OptionError
 from hookkit.hooks.calls import graph_task
 from hookkit.recorders.graph_op import enlist, show_traced
-from hookkit.recorders.layer_hooks import LayerHooks, refuse_hook
+from hookkit.recorders.layer_hooks import LayerHooks
 from hookkit.recorders.moments import norm, plain
 from hookkit.recorders.parameters import grad_norms, named_parameters
 from hookkit.records import Incident
@@ -53,6 +53,8 @@ class FlightRecorder(HookCallback):
 
     Attributes:
         incidents: what was found, a tuple of `Incident`; of several bad batches in a row the first.
+
+    A subclass's `hook(m, i, o)` is called for each layer, and what it returns is watched.
 
     Under a GradScaler overflowing gradients are no incident: it skips such steps. `"skip"` needs
     `backward()` first and a torch optimizer's `step()` after it, or a closure that is evaluated
@@ -81,7 +83,6 @@ class FlightRecorder(HookCallback):
         check_choice(who, "on_nonfinite", on_nonfinite, ("raise", "skip", "report"))
         n_batches = check_number(who, "n_batches", n_batches, 2, whole=True, what="in batches")
         super().__init__(modules, include_paramless=True, on_valid=False)
-        refuse_hook(self)
         self.on_nonfinite, self.n_batches = on_nonfinite, n_batches
         self.incidents: tuple[Incident, ...] = ()
         self.hooks = self._switch = LayerHooks(who)
@@ -106,7 +107,7 @@ class FlightRecorder(HookCallback):
             memory.types[str(name)] = class_name(module)
             memory.names.append(str(name))
             row = len(memory.names) - 1
-            hooks.attach_output_stats(module, row, path)
+            hooks.attach_output_stats(module, row, path, self._function)
         if not isinstance(root := unwrap(self.learn.model), torch.jit.ScriptModule):
             hooks.attach_input_stats(root, memory.names.index(_INPUT))
 

@@ -36,22 +36,23 @@ class KeptGradients:
         self._kept: list[Tensor | bool] = []  # for each step that is known
 
     def see_step(self, opt: Optimizer) -> None:
-        """Look at an optimizer that is about to use the gradients that there are."""
-        if (followed := self._followed.pop(opt, None)) is not None:
+        """Looks at an optimizer that is about to use the gradients that there are."""
+        followed = self._followed.pop(opt, None)
+        if followed is not None:
             followed.remove()
             if followed.is_autograds():
                 self._kept.append(followed.kept)
-        if len(self._kept) >= MANY or torch.compiler.is_compiling():
-            return
-        for p in (p for group in opt.param_groups for p in group["params"]):
-            # copies and pickles leave out the hooks of parameters only
-            if isinstance(p, nn.Parameter) and _state(p.grad):
-                if p.requires_grad:
-                    self._followed[opt] = _Followed(p)
-                break
+        if len(self._kept) < MANY and not torch.compiler.is_compiling():
+            for p in (p for group in opt.param_groups for p in group["params"]):
+                # copies and pickles leave out the hooks of parameters only
+                if isinstance(p, nn.Parameter) and _state(p.grad):
+                    if p.requires_grad:
+                        self._followed[opt] = followed = _Followed(p)
+                        followed.attach()
+                    break
 
     def remove(self) -> None:
-        """Take the hooks off; can be called at any time, and twice."""
+        """Takes the hooks off; can be called at any time, and twice."""
         for followed in self._followed.values():
             followed.remove()
         self._followed.clear()
@@ -76,11 +77,13 @@ class _Followed:
     def __init__(self, p: Any) -> None:
         self.kept: Tensor | bool = True
         self._p, self._left, self._added = p, _state(p.grad), False
-        after = p.register_post_accumulate_grad_hook(self._after)
-        self._handles = p.register_hook(self._before), after
+
+    def attach(self) -> None:
+        self._p.register_hook(self._before)
+        self._p.register_post_accumulate_grad_hook(self._after)
 
     def _before(self, coming: Tensor) -> None:
-        """Compare what there is, to which a gradient is about to be added."""
+        """Compares what there is, to which a gradient is about to be added."""
         grad = self._p.grad
         if grad is None or self._left is None or _state(grad) != self._left:
             self.kept = False
@@ -97,8 +100,12 @@ class _Followed:
         return self._added and bool(now and self._left and now[0] == self._left[0])
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        # Private: the dicts of a tensor's hooks, which handles delete from (since 0.4 and 2.1). A
+        # Ctrl-C may come after a hook is registered and before its handle is there.
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = getattr(self._p, name, None) or {}
+            for key in [k for k, f in hooks.items() if getattr(f, "__self__", None) is self]:
+                del hooks[key]
 
 
 def _state(grad: Tensor | None) -> tuple[int, int] | None:

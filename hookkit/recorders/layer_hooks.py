@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hookkit._core.messages import warn
-from hookkit._core.pytree import tree_leaves_with_path, tree_set
-from hookkit.errors import OptionError
-from hookkit.hooks.attach import Switch, attach, module_repr, remove_all
+from hookkit._core.pytree import Inputs, tree_leaves_with_path, tree_map, tree_set
+from hookkit.hooks.attach import Switch, attach, call_with_note, module_repr, remove_all
 from hookkit.hooks.calls import call_kind, graph_task, is_compiling, is_tracing
 from hookkit.hooks.grads import listen_output
 from hookkit.hooks.values import part_at
+
+Function = Callable[[nn.Module, Any, Any], Any]
 
 
 class LayerHooks(Switch):
@@ -56,8 +57,12 @@ class LayerHooks(Switch):
         remove_all(self._handles)
         self._handles = []
 
-    def attach_output_stats(self, module: nn.Module, row: int, path: str) -> None:
-        """Show the tensors that a layer gives, or that its output has at `path`."""
+    def attach_output_stats(
+        self, module: nn.Module, row: int, path: str, function: Function | None
+    ) -> None:
+        """Shows the tensors that a layer gives, or its output has at `path`; with `function`, what
+        the user's `function(m, i, o)` returns.
+        """
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self.late and not _makes_loss(output):
@@ -69,6 +74,9 @@ class LayerHooks(Switch):
                 self.on_inputs(row, (args, kwargs))
             if path:
                 output = part_at(output, path, self.who, lambda: module_repr(module))
+            if function is not None:
+                inputs = tree_map(Tensor.detach, Inputs(args, kwargs))
+                output = call_with_note(function, module, inputs, tree_map(Tensor.detach, output))
             if isinstance(output, Tensor):  # most calls
                 self.target.update(row, 0, "", output)
             else:
@@ -85,8 +93,12 @@ class LayerHooks(Switch):
 
         self._handles.append(attach(module, hook, pre=True, switch=self))
 
-    def attach_gradient_stats(self, module: nn.Module, row: int, path: str) -> None:
-        """Show the gradients of a layer's output, or of its part at `path`."""
+    def attach_gradient_stats(
+        self, module: nn.Module, row: int, path: str, function: Function | None
+    ) -> None:
+        """Shows the gradients of a layer's output, or of its part at `path`; with `function`, what
+        the user's `function(m, grad_inputs, grad_outputs)` makes of all gradients of a call.
+        """
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             # a checkpoint that runs again counts: the gradients come from that forward
@@ -110,7 +122,15 @@ class LayerHooks(Switch):
             new = listen_output(module, args, kwargs, part, receive)
             return None if new is None else tree_set(output, path, new)
 
-        self._handles.append(attach(module, hook, edit=True, observes=True, switch=self))
+        def show(module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
+            assert function is not None
+            if is_compiling() or self._trains():
+                self._show(row, call_with_note(function, module, grad_inputs, grad_outputs))
+
+        if function is not None:
+            self._handles.append(attach(module, show, backward=True, switch=self))
+        else:
+            self._handles.append(attach(module, hook, edit=True, observes=True, switch=self))
 
     def _show(self, row: int, seen: Any) -> None:
         for number, (path, t) in enumerate(tree_leaves_with_path(seen)):
@@ -157,16 +177,6 @@ class LayerHooks(Switch):
                 trains = not keeps and any(isinstance(x, nn.Parameter) for x in of)
             self._backward = task, trains
         return self._backward[1]
-
-
-def refuse_hook(recorder: Any) -> None:
-    """Raise an OptionError if a subclass of a recorder has a `hook`: nothing would call it."""
-    if recorder._function is not None:
-        who = type(recorder).__name__
-        raise OptionError(
-            f"{who} has a method `hook`, and a recorder calls none. Make it a HookCallback, which "
-            f"keeps what `hook` returns; or record a layer that gives what you want to see."
-        )
 
 
 def _engine_call(frame: Any) -> Any:

@@ -9,7 +9,7 @@ numbers, and a `StepRecorder` chooses the steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from threading import get_ident
 from typing import Any
@@ -27,9 +27,9 @@ from hookkit._core.modules import class_name
 from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.errors import OptionError
 from hookkit.hooks.calls import graph_task
-from hookkit.recorders.bins import LogBins
+from hookkit.recorders.bins import LogBins, RangeBins
 from hookkit.recorders.layer_graph import consumers, dropouts, predecessors, unregistered
-from hookkit.recorders.layer_hooks import LayerHooks, refuse_hook
+from hookkit.recorders.layer_hooks import LayerHooks
 from hookkit.recorders.parameters import named_parameters, used_parameters
 from hookkit.recorders.running_stats import Options, RunningStats
 from hookkit.recorders.stats_list import StatsList, list_stats
@@ -61,7 +61,6 @@ class LayerStats(StepRecorder, HookCallback):
 
     def __init__(self, options: Options, every: Any, **hooking: Any) -> None:
         HookCallback.__init__(self, on_valid=False, **hooking)
-        refuse_hook(self)
         StepRecorder.__init__(self, every)
         self.running = RunningStats("activation" if self.is_forward else "gradient", options)
         self.table = self.running.table
@@ -84,7 +83,7 @@ class LayerStats(StepRecorder, HookCallback):
         running.thread = hooks.thread if self.is_forward else None
         attach = hooks.attach_output_stats if self.is_forward else hooks.attach_gradient_stats
         for name, module, path in named:
-            attach(module, running.row(name, class_name(module)), path)
+            attach(module, running.row(name, class_name(module)), path, self._function)
 
     def before_batch(self) -> None:
         """Decides whether this batch is recorded: all batches of one optimizer step, or none."""
@@ -275,8 +274,7 @@ class ActivationStats(LayerStats):
 
     Args:
         with_hist: whether to keep a histogram of each layer too, from 4096 or more of its values:
-            its distribution function is within 0.021 of the true one (95 %). Bins are signed and
-            logarithmic, two per octave from 2**-12 to 2**12.
+            its distribution function is within 0.021 of the true one (95 %).
         modules: which, as for `select`; None takes every module without children that has
             parameters.
         every: records every n-th optimizer step, beginning with the first of each fit; None is 1.
@@ -285,10 +283,14 @@ class ActivationStats(LayerStats):
         is_forward, detach, cpu: fastai's. Values are always detached, and on the CPU when they are
             read; gradients are recorded by `GradientStats`.
         include_paramless: with `modules=None`, takes modules without parameters too.
+        hook: `hook(module, inputs, output)` gives what to record in place of the output; a
+            subclass's method of that name does too.
         units: records which units (channels) are dead: never above 0 over the last 25 to 50
             records, in a ReLU or in a layer that a ReLU alone reads, as the graph of the first
             batch shows; and the share of a Tanh's or Sigmoid's values at the ends of their range.
         eps: a value of at most this size is near zero.
+        bins: of the histogram, `(low, high, n)` as in fastai; None: signed logarithmic bins, two
+            per octave from 2**-12 to 2**12.
 
     Raises:
         OptionError: an option that cannot work.
@@ -311,8 +313,10 @@ class ActivationStats(LayerStats):
         cpu: bool = True,
         include_paramless: bool = False,
         *,
+        hook: Callable[[nn.Module, Any, Any], Any] | None = None,
         units: bool = False,
         eps: float = 0.05,
+        bins: tuple[float, float, int] | None = None,
     ) -> None:
         who = type(self).__name__
         if not check_flag(who, "is_forward", is_forward):
@@ -321,13 +325,14 @@ class ActivationStats(LayerStats):
             )
         units = check_flag(who, "units", units)
         super().__init__(
-            _options(who, with_hist, eps, LogBins(), units),
+            _options(who, with_hist, bins, eps, LogBins(), units),
             every,
             modules=modules,
             remove_end=remove_end,
             detach=detach,
             cpu=cpu,
             include_paramless=include_paramless,
+            hook=hook,
         )
 
         self._n_asked = 0  # batches of the fit whose graph was read
@@ -347,7 +352,7 @@ class ActivationStats(LayerStats):
             return
         learn, facts = self.learn, self.running.facts
         users = users_of(learn.pred)
-        if not self._n_asked:
+        if not (self._n_asked or self._function):
             self.running.consumers = consumers(learn.model, users)
             facts["predecessors"] = predecessors(learn.model, users)
             facts["dropout"] = dropouts(learn.model)
@@ -369,8 +374,7 @@ class GradientStats(LayerStats):
     step, that step has no record; a step that a scaler skips leaves nothing.
 
     Args:
-        with_hist: whether to keep a histogram of each row too, from 4096 or more of its values, in
-            signed octaves from 2**-40 to 2**8.
+        with_hist: whether to keep a histogram of each row too, from 4096 or more of its values.
         modules: which, as for `select`; None takes every module without children that has
             parameters.
         every: records every n-th optimizer step, beginning with the first of each fit; None is 1.
@@ -381,6 +385,7 @@ class GradientStats(LayerStats):
         scaler: the GradScaler, needed where it makes no steps: where it only unscales, as fastai's
             MixedPrecision has it, gradients of outputs are recorded scaled without it.
         eps: a value of at most this size is near zero.
+        bins: of the histogram, `(low, high, n)`; None: signed octaves from 2**-40 to 2**8.
 
     Raises:
         OptionError: an option that cannot work.
@@ -403,6 +408,7 @@ class GradientStats(LayerStats):
         of: str = "outputs",
         scaler: Any = None,
         eps: float = 1e-7,
+        bins: tuple[float, float, int] | None = None,
     ) -> None:
         who = "GradientStats"
         check_choice(who, "of", of, ("outputs", "params"))
@@ -414,7 +420,7 @@ class GradientStats(LayerStats):
                 "None if the loss is not scaled."
             )
         super().__init__(
-            _options(who, with_hist, eps, LogBins(-40, 8, 1)),
+            _options(who, with_hist, bins, eps, LogBins(-40, 8, 1)),
             every,
             modules=[] if of == "params" else modules,
             remove_end=remove_end,
@@ -485,12 +491,31 @@ class GradientStats(LayerStats):
         return {**super().__getstate__(), "_found": None, "_scaled": None}
 
 
-def _options(who: str, with_hist: bool, eps: float, bins: LogBins, units: bool = False) -> Options:
+def _options(
+    who: str, with_hist: bool, bins: Any, eps: float, default: LogBins, units: bool = False
+) -> Options:
     """Return `Options` of what the user gave, each checked."""
     what = "the size up to which a value is near zero"
     eps = check_number(who, "eps", eps, 0, below=math.inf, what=what)
     by_name = "Layers to record are given by name: modules=…."
-    return Options(eps, bins if check_flag(who, "with_hist", with_hist, by_name) else None, units)
+    if not check_flag(who, "with_hist", with_hist, by_name):
+        if bins is not None:
+            raise OptionError(f"{who} was given bins, and no histogram. Add with_hist=True.")
+        return Options(eps, None, units)
+    if bins is None:
+        return Options(eps, default, units)
+    try:
+        low, high, n = bins
+        ok = isinstance(bins, tuple) and -math.inf < low < high < math.inf
+    except (TypeError, ValueError):
+        ok = False
+    if not ok:
+        raise OptionError(
+            f"{who}(bins={short_repr(bins)}): give (low, high, n), finite and low < high, such as "
+            f"(0, 10, 40); or None for logarithmic bins, which need no range."
+        )
+    n = check_number(who, "bins[2]", n, 1, 4096, whole=True, what="how many")
+    return Options(eps, RangeBins(float(low), float(high), int(n)), units)
 
 
 def inverse_scale(scaler: Any) -> Tensor | None:

@@ -33,7 +33,7 @@ from hookkit._core.devices import to_host_async, to_widest_float
 from hookkit._core.pytree import tree_leaves
 from hookkit.hooks.values import is_transforming
 from hookkit.recorders import step_recorder, triton_rows, unit_stats as units
-from hookkit.recorders.bins import LogBins, count, narrowed, sample_of
+from hookkit.recorders.bins import LogBins, RangeBins, count, narrowed, sample_of
 from hookkit.recorders.graph_op import enlist, show_traced
 from hookkit.recorders.moments import (
     SMALL,
@@ -63,7 +63,7 @@ class Options:
     """
 
     eps: float = 0.05
-    bins: LogBins | None = None
+    bins: LogBins | RangeBins | None = None
     units: bool = False
 
 
