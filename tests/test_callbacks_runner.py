@@ -9,6 +9,7 @@ from learners import EventLog, quiet as quiet_learner
 from hookkit.callbacks import Callback
 from hookkit.callbacks.events import CancelFitException
 from hookkit.errors import ArgumentError, HookError, HookkitWarning, OptionError
+from hookkit.testing import synth_learner
 
 quiet = partial(quiet_learner, n_trn=2, n_val=1)
 
@@ -256,3 +257,23 @@ def test_cleanup_runs_once_however_a_fit_ends(event: str, error: type[BaseExcept
         learn.fit(1)
 
     assert (a.cleaned, b.cleaned, learn.fitting) == (1, 1, False)
+
+
+def test_a_callback_with_a_call_of_its_own_hears_every_event() -> None:
+    heard = []
+
+    class Log(Callback):
+        def __call__(self, event: str) -> None:
+            heard.append(event)
+            super().__call__(event)
+
+        def after_fit(self) -> None:
+            heard.append("its own method")
+
+    learn = synth_learner(n_trn=1, n_val=1, cbs=Log())
+    heard.clear()
+    with learn.no_logging():
+        learn.fit(1)
+
+    assert heard[:4] == ["before_fit", "before_epoch", "before_train", "before_batch"]
+    assert heard[-2:] == ["after_fit", "its own method"]

@@ -21,7 +21,7 @@ from hookkit._core import distributed as ranks
 from hookkit._core.checks import kind_of
 from hookkit._core.messages import nearest, nearest_text
 from hookkit._core.modules import class_name, unwrap
-from hookkit.callbacks.callback import Callback, around_fastai, is_of_fastai, own_method
+from hookkit.callbacks.callback import Callback, around_fastai, is_of_fastai, method_for
 from hookkit.callbacks.events import BATCH_EVENTS, CANCEL_EXCEPTIONS, EVENTS, not_an_event
 from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.callbacks.loss_log import LossLog
@@ -163,7 +163,7 @@ class Loop:
         heard: dict[str, list[tuple[Callback, Callable[[], object]]]] = {}
         for cb in sorted(self.cbs, key=lambda cb: cb.order):
             for event in EVENTS:
-                if (f := own_method(cb, event)) is not None:
+                if (f := method_for(cb, event)) is not None:
                     heard.setdefault(event, []).append((cb, f))
         self.heard = heard  # a new dict: an event under way goes on with its own list
         self._hooking = [cb for cb in self.cbs if isinstance(cb, HookCallback)]
