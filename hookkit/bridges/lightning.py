@@ -24,7 +24,7 @@ class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
         self._seen: dict[str, Tensor] = {}  # the metrics, when they were last looked at
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin: after the sanity check, with the optimizers made."""
+        """Begin the watch, after the sanity check, when the optimizers are made."""
         opts = list(trainer.optimizers) or None
         self.begin(pl_module, opts, trainer.current_epoch, trainer.global_step)
 
@@ -38,7 +38,7 @@ class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
             self.watcher.loss(loss * trainer.accumulate_grad_batches)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Add what the module has logged in its own `on_train_epoch_end`, which comes later."""
+        """Add the metrics of the module's own `on_train_epoch_end`, which comes later."""
         self.note(**self._new_metrics(trainer))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -51,12 +51,12 @@ class HookkitCallback(Bridge, _Callback):  # type: ignore[misc]
         self.epoch(**self._new_metrics(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Add what was logged last, and end."""
+        """Add the last metrics, and end the watch."""
         self.note(**self._new_metrics(trainer))
         self.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End; what was recorded stays."""
+        """End the watch; all that was recorded stays."""
         self.end(exception)
 
     def _new_metrics(self, trainer: Any) -> dict[str, Tensor]:

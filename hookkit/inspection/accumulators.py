@@ -1,4 +1,4 @@
-"""Statistics of what a layer gives, in place of the data: `Mean`, `Covariance`, `TopK`.
+"""Statistics of a layer's outputs, in place of the data: `Mean`, `Covariance`, `TopK`.
 
 `collect` calls `update(rows, ids)` for each batch. `merge(other)` joins those of several processes;
 the result does not depend on which of them saw which rows.

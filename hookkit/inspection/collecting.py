@@ -1,4 +1,4 @@
-"""`collect` and `activation_stream`: what layers of a model give for a loader, row by row."""
+"""`collect` and `activation_stream`: the outputs of layers for all batches of a loader, as rows."""
 
 from __future__ import annotations
 
@@ -38,26 +38,27 @@ def collect(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     overwrite: bool = False,
 ) -> Any:
-    """Write what layers give for all batches of a loader to a folder, a row for each sample.
+    """Write the outputs of layers for a whole loader to a folder, a row for each sample.
 
-    The model runs once over the loader, in the modes in which it is, without gradients; buffers,
-    modes and random states are restored. A compiled model runs eagerly. Over several processes each
-    collects what its loader gives it: give each a folder of its own.
+    The model runs once over the loader, in its own modes and without gradients; buffers, modes and
+    random states are restored. A compiled model runs eagerly. Over several processes each collects the
+    batches of its own loader: give each a folder of its own.
 
     Args:
         model: any model.
-        loader: gives batches, which are moved to the model's device. A mapping goes to the model by
-            keyword, a tuple or list without its last item (the target) if it has several; anything
-            else as it is.
+        loader: an iterable of batches, which are moved to the model's device. A mapping goes to the
+            model by keyword, a tuple or list without its last item (the target) if it has several;
+            anything else as it is.
         layers: selectors, as for `select`, of layers that run once for each batch.
         out_dir: an empty folder, or one that is to be made. Left out with `accumulate` only.
-        rows: `"sample"`: dimension 0 of what a layer gives are samples. `"token"`: dimensions 0
-            and 1 are samples and tokens, and each token is a row.
+        rows: `"sample"`: dimension 0 of a layer's output is samples. `"token"`: dimensions 0 and 1
+            are samples and tokens, and each token is a row.
         mask: which rows count: zeros and ones in the shape of samples (and tokens). The key or the
             position of an item of the batch, or a function of the batch.
-        hook: `f(module, input, output)`, or `f(output)`; what it returns is stored instead.
+        hook: `f(module, input, output)`, or `f(output)`; its result takes the place of the output.
         ids: the samples' ids, whole numbers: an item as for `mask`, which the model does not get.
-            By default their positions in the order of the loader.
+            By default their positions in the order of the loader; if that shuffles, a warning says
+            so.
         accumulate: `Mean()`, `Covariance()`, `TopK(k)`, or an object with `update(rows, ids)`: each
             layer's rows go to a copy of it.
         stop: ends each forward when all of `layers` have run; their first call counts.
@@ -128,11 +129,11 @@ def activation_stream(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     seed: int = 0,
 ) -> Iterator[Tensor]:
-    """Yield what a layer gives in shuffled batches, as the model runs: for a probe, or an SAE.
+    """Yield the outputs of a layer in shuffled batches, as the model runs: for a probe or an SAE.
 
-    A buffer is filled and shuffled; half of it is given in batches, and it is filled up again. Each
-    row is given once. The model runs as in `collect`, and is restored whenever the buffer is full;
-    the random state goes on, as in a loop over the loader.
+    A buffer is filled and shuffled; half of it is yielded in batches, and it is filled up again.
+    Each row is yielded once. The model runs as in `collect`, and is restored whenever the buffer is
+    full; the random state goes on, as in a loop over the loader.
 
     Args:
         model, loader, rows, mask, hook, stop, forward: as for `collect`; the loader may be endless.

@@ -1,4 +1,4 @@
-"""`LayerRows`: runs a model over batches; what its layers give comes out as rows.
+"""`LayerRows`: runs a model over batches, and yields the outputs of layers as rows.
 
 A row belongs to one sample, or to one token. The outputs for one batch are in memory at a time.
 """
@@ -29,7 +29,7 @@ _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 @dataclass(eq=False)
 class LayerRows:
-    """Runs a model over batches; yields what its layers gave as rows.
+    """Runs a model over batches, and yields the outputs of layers as rows.
 
     The fields are the arguments of `collect`; `who` is the function called, for messages, and
     `to_cpu` moves the rows to the CPU.
