@@ -41,8 +41,8 @@ def collect(
     """Write the outputs of layers for a whole loader to a folder, a row for each sample.
 
     The model runs once over the loader, in its own modes and without gradients; buffers, modes and
-    random states are restored. A compiled model runs eagerly. Over several processes each collects the
-    batches of its own loader: give each a folder of its own.
+    random states are restored. A compiled model runs eagerly. Over several processes each collects
+    the batches of its own loader: give each a folder of its own.
 
     Args:
         model: any model.
