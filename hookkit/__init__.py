@@ -74,6 +74,8 @@ from .callbacks.hook_callback import HookCallback
 from .diagnosis import Diagnosis as Diagnosis, Finding as Finding, diagnose as diagnose
 from .diagnosis.report_page import report as report
 from .edits import (
+    Catcher as Catcher,
+    GramWrapper as GramWrapper,
     Wrapper as Wrapper,
     add as add,
     edit_attention as edit_attention,
@@ -119,12 +121,14 @@ from .hooks import (
     Hooks,
     StopForward as StopForward,
     attention_weights,
+    hook_all as hook_all,
     hook_attention as hook_attention,
     hook_function,
     hook_input as hook_input,
     hook_inputs,
     hook_output,
     hook_outputs,
+    hook_tensor as hook_tensor,
     print_sizes as print_sizes,
 )
 from .hooks.selection import (

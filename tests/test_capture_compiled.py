@@ -17,8 +17,8 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import hookkit.hooks.eager as eager
 from hookkit.edits import edit_grad, edit_input, edit_output, zero
-from hookkit.edits.swapping import Wrapper, swap
-from hookkit.hooks import Hook, hook_input, hook_inputs, hook_output, hook_outputs
+from hookkit.edits.swapping import Catcher, swap
+from hookkit.hooks import Hook, hook_all, hook_input, hook_inputs, hook_output, hook_outputs
 
 pytestmark = [
     pytest.mark.slow,
@@ -64,10 +64,12 @@ BLOCKS: dict[str, Callable[[Net], Any]] = {
     "edit": lambda net: edit_output(net.b, lambda m, i, o: o.clone()),
     "edit input": lambda net: edit_input(net.b, lambda m, i: i[0].clone()),
     "edit gradient": lambda net: edit_grad(net.b, lambda m, g: g.clone()),
-    "swap": lambda net: swap(net, {"b": Wrapper}),
+    "swap": lambda net: swap(net, {"b": Catcher}),
+    "everywhere": lambda net: hook_all(lambda *seen: None),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
 @pytest.mark.parametrize("block", BLOCKS)
 def test_no_block_makes_a_compiled_model_compile_again(block: str, net: Net, x: Tensor) -> None:
     counter = CompileCounter()

@@ -12,13 +12,15 @@ from hooked import n_hooks
 from torch import Tensor, nn
 
 from hookkit.edits import edit_grad, edit_input, edit_output, zero
-from hookkit.edits.swapping import Wrapper, swap
+from hookkit.edits.swapping import Catcher, GramWrapper, swap
 from hookkit.hooks import (
     Hook,
+    hook_all,
     hook_input,
     hook_inputs,
     hook_output,
     hook_outputs,
+    hook_tensor,
 )
 from hookkit.inspection.features import feature_extractor
 
@@ -57,8 +59,10 @@ USES: dict[str, Callable[[nn.Sequential, Tensor], Any]] = {
     "edit": lambda net, x: _within(edit_output(net[0], zero()), net, x),
     "edit input": lambda net, x: _within(edit_input(net[0], zero()), net, x),
     "edit gradient": lambda net, x: _within(edit_grad(net[0], zero()), net, x),
-    "swap": lambda net, x: _within(swap(net, {"0": Wrapper, "2": Wrapper}), net, x),
+    "swap": lambda net, x: _within(swap(net, {"0": Catcher, "2": GramWrapper}), net, x),
     "features": lambda net, x: feature_extractor(net, "0")(x)["0"].sum().backward(),
+    "everywhere": lambda net, x: _within(hook_all(lambda *seen: None), net, x),
+    "tensor": lambda net, x: _within(hook_tensor(net[0](x)), net, x),
 }
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hookkit import (
     ActivationStats,
     Callback,
+    CancelBatchException,
     CSVLogger,
     EarlyStoppingCallback,
     GradientAccumulation,
@@ -26,7 +27,7 @@ from hookkit import (
     SaveModelCallback,
     TrainEvalCallback,
 )
-from hookkit.training.lr_finder import valley
+from hookkit.training.lr_finder import minimum, slide, steep, valley
 
 X = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, X.sum(1, keepdim=True))
@@ -137,6 +138,16 @@ def test_the_rates_grow_from_one_end_to_the_other_and_all_is_as_before(num_it: i
     assert all(vars(learn)[name] is x or vars(learn)[name] == x for name, x in before.items())
 
 
+def test_each_rate_is_tried_on_a_batch_that_has_a_loss() -> None:
+    def cancel(cb: Any) -> None:
+        if cb.learn.iter % 2:
+            raise CancelBatchException
+
+    found = find(learner(Callback(before_batch=cancel)))
+
+    assert len(found.lrs) == len(found.losses) == 40
+
+
 def test_the_suggestion_trains_and_a_rate_a_thousand_times_off_does_not() -> None:
     plt = pytest.importorskip("matplotlib.pyplot")
     found = learner().lr_find()
@@ -149,7 +160,7 @@ def test_the_suggestion_trains_and_a_rate_a_thousand_times_off_does_not() -> Non
     assert losses[1] < 0.5 * losses[1e-3]
     assert losses[1] < 0.5 * losses[1e3]
     ax = plt.gcf().axes[0]  # drawn by default
-    curve, valley = ax.lines
+    curve, valley, *_ = ax.lines
     assert len(curve.get_xdata()) == len(found.lrs) - 5
     assert valley.get_xdata() == [found.valley]
 
@@ -164,15 +175,17 @@ def test_one_that_diverges_at_once_says_so() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
-def test_the_suggestion_is_fastais() -> None:
+def test_the_suggestions_are_fastais() -> None:
     fastais = pytest.importorskip("fastai.callback.schedule")
     rng, lrs = np.random.default_rng(0), np.geomspace(1e-7, 10, 85)
     for n in (20, 85):
         for slope in (-1.0, 0.0, 1.0, -0.01):
             for noise in (1.0, 0.01):
                 losses = noise * rng.normal(size=n) + slope * np.arange(n)
-                truth, _ = fastais.valley(torch.from_numpy(lrs[:n]), torch.from_numpy(losses), n)
-                assert valley(lrs[:n], losses) == pytest.approx(truth, rel=1e-6)
+                given = torch.from_numpy(lrs[:n]), torch.from_numpy(losses)
+                for f in (valley, steep, minimum, slide):
+                    truth, _ = getattr(fastais, f.__name__)(*given, n)
+                    assert f(lrs[:n], losses) == pytest.approx(truth, rel=1e-6), f
 
 
 # --- predict

@@ -30,6 +30,7 @@ from hookkit import (
     edit_output,
     edit_outputs,
     feature_extractor,
+    hook_all,
     hook_function,
     hook_inputs,
     hook_output,
@@ -228,6 +229,8 @@ GIVEN: dict[str, Callable[..., Any]] = {
     "edit_output": partial(edit_output, LINEAR, zero()),
     "edit_outputs": partial(edit_outputs, [LINEAR], zero()),
     "feature_extractor": partial(feature_extractor, LINEAR, ""),
+    "hook_all": partial(hook_all, print),
+    "hook_tensor": partial(hookkit.hook_tensor, torch.ones(1, requires_grad=True)),
     "summary": partial(summary, LINEAR, X),
     "watch": partial(watch, LINEAR),
     "hook_attention": partial(hookkit.hook_attention, LINEAR),
@@ -240,7 +243,7 @@ GIVEN: dict[str, Callable[..., Any]] = {
 """How to call what has arguments without a default, but for the flag that is tried."""
 
 MADE_HERE = {"Watcher", "ParamStats.record", "Recorder.plot_loss", "Hook.listen", "Summary.text"}
-MADE_HERE |= {"Summary.html", "Diagnosis", "Finding", "FunctionHooks"}
+MADE_HERE |= {"Summary.html", "GlobalHook", "Diagnosis", "Finding", "FunctionHooks"}
 MADE_HERE |= {"CSVLogger", "EarlyStoppingCallback", "SaveModelCallback", "SchedulerCallback"}
 MADE_HERE |= {"Learner", "Recorder"}  # whose options are Python's to refuse
 """Made by hookkit itself, or checked by a test of its own folder."""
@@ -354,18 +357,19 @@ def test_a_function_of_one_argument_gets_the_output(f: Callable[..., Any]) -> No
 
 
 def test_hooks_of_every_kind_take_a_function_of_one_argument() -> None:
-    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    net, seen = nn.Sequential(nn.Linear(2, 3), nn.ReLU()), list[Any]()
     callback = HookCallback(modules="", hook=lambda o: tuple(o.shape))
 
     with (
         Hook(net[0], len, is_forward=False) as n_grads,
         Hook(net[0], lambda i: len(i), pre=True) as n_inputs,
+        hook_all(lambda o: seen.append(o.shape), nn.ReLU),
     ):
         net(torch.ones(1, 2, requires_grad=True)).sum().backward()
     with synth_learner(cbs=callback).no_logging() as learn:
         learn.fit(1)
 
-    assert n_inputs.stored == n_grads.stored == 1
+    assert n_inputs.stored == n_grads.stored == len(seen) == 1
     assert callback.hooks.stored[0] == (16, 1)
 
 

@@ -1,14 +1,15 @@
-"""swap, Wrapper: other modules in, the originals back."""
+"""swap, Wrapper, Catcher, GramWrapper: other modules in, the originals back."""
 
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from hooked import Checkpointed
 from torch import Tensor, nn
 
 from hookkit._core.modules import submodules
-from hookkit.edits.swapping import Wrapper, swap
+from hookkit.edits.swapping import Catcher, GramWrapper, Wrapper, swap
 from hookkit.errors import ArgumentError, HookError, HookkitWarning, NeverFiredWarning, OptionError
 
 
@@ -81,7 +82,7 @@ def tied() -> nn.ModuleDict:
 
 
 @pytest.mark.parametrize(
-    "wanted", [{"a": Wrapper, "c": Wrapper, "b": Wrapper}, {("a", "c", "b"): Wrapper}]
+    "wanted", [{"a": Catcher, "c": Catcher, "b": Catcher}, {("a", "c", "b"): Catcher}]
 )
 def test_both_names_of_a_shared_module_give_its_replacement(wanted: Any) -> None:
     model = tied()
@@ -91,6 +92,7 @@ def test_both_names_of_a_shared_module_give_its_replacement(wanted: Any) -> None
 
     assert list(new) == ["a", "c", "b"]
     assert new["a"] is new["b"]
+    assert len(new["b"].calls) == 1
 
 
 def test_an_original_follows_its_model_into_another_mode() -> None:
@@ -135,6 +137,41 @@ def test_a_wrapper_has_the_attributes_of_what_it_wraps() -> None:
         wrapper.nope  # noqa: B018
 
 
+# --- Catcher
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_calls_are_not_recorded_twice(reentrant: bool) -> None:
+    net = Checkpointed(reentrant)
+    x = torch.randn(5, 3, requires_grad=True)
+
+    with swap(net, {"fc": Catcher}) as caught:
+        net(x).sum().backward()
+    with swap(net, {"fc": GramWrapper}) as summed:
+        net(x).sum().backward()
+
+    assert len(caught["fc"].calls) == 1
+    assert summed["fc"].n_rows == 5
+
+
+# --- GramWrapper
+
+
+def test_gram_is_the_sum_of_outer_products_over_batches() -> None:
+    torch.manual_seed(0)
+    net = mlp().eval()
+    batches = [torch.randn(n, 4) for n in (5, 1, 8)]
+
+    with swap(net, {nn.Linear: GramWrapper}) as new:
+        for x in batches:
+            net(x)
+
+    rows = torch.cat(batches).double()
+    assert new["0"].n_rows == 14
+    torch.testing.assert_close(new["0"].gram.double(), rows.T @ rows, rtol=1e-5, atol=1e-5)
+    assert new["3"].gram.shape == (3, 3)
+
+
 # --- what cannot be swapped
 
 
@@ -144,16 +181,18 @@ def test_a_wrapper_has_the_attributes_of_what_it_wraps() -> None:
         ({"a": 3}, ArgumentError, "the replacement of a Linear is 3, which gives an int"),
         ({"a": lambda m: None}, ArgumentError, "of a Linear is <lambda>, which gives None. Give"),
         ({"a": nn.ReLU}, ArgumentError, r"the class ReLU would be called with .*Give a module, Re"),
-        ({"": Wrapper}, HookError, "the model itself has no place"),
+        ({"": Catcher}, HookError, "the model itself has no place"),
         (
-            {"a": Wrapper, "b": Doubled},
+            {"a": Catcher, "b": Doubled},
             OptionError,
             "two entries have a replacement for \"b\", 'b'",
         ),
+        ({"conv": GramWrapper}, OptionError, "a Conv2d has its channels in another. Derive"),
     ],
 )
 def test_what_cannot_be_swapped_changes_nothing(wanted: Any, error: Any, message: str) -> None:
     net = tied()
+    net["conv"] = nn.Conv2d(1, 1, 3)
     before = places(net)
 
     with pytest.raises(error, match=message), swap(net, wanted):

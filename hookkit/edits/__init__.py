@@ -3,7 +3,7 @@
 Outputs, inputs, gradients      edit_output(s), edit_input(s), edit_grad(s)
 What functions return           edit_function; of attention, edit_attention
 … to what                       zero, scale, add, replace, patch_from
-Other modules in its place      swap, Wrapper
+Other modules in its place      swap, Wrapper, Catcher, GramWrapper
 
 edit      The functions that edit: hooks that replace what they see.
 changes   Ready-made edits, for all of a value or a part of it.
@@ -21,9 +21,11 @@ from hookkit.edits.edit import (
     edit_output,
     edit_outputs,
 )
-from hookkit.edits.swapping import Wrapper, swap
+from hookkit.edits.swapping import Catcher, GramWrapper, Wrapper, swap
 
 __all__ = [
+    "Catcher",
+    "GramWrapper",
     "Wrapper",
     "add",
     "edit_attention",

@@ -1,24 +1,28 @@
 """`swap`: other modules in the place of a model's own during a `with`; and what to put there.
 
 A hook sees what goes into a module and what comes out; a `Wrapper` decides what happens in between:
-call it, call it twice, call something else.
+call it, call it twice, call something else. `Catcher` records calls, `GramWrapper` sums XᵀX.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hookkit._core.checks import check_module, kind_of
 from hookkit._core.messages import warn
 from hookkit._core.modules import submodules, unwrap
+from hookkit._core.pytree import Inputs, tree_map
 from hookkit.errors import ArgumentError, HookError, NeverFiredWarning, OptionError
 from hookkit.hooks.attach import attach
+from hookkit.hooks.calls import recomputing
 from hookkit.hooks.eager import layer_by_layer
 from hookkit.hooks.selection import select
+from hookkit.hooks.values import snapshot
 
 Replacement = nn.Module | Callable[[nn.Module], nn.Module]
 
@@ -198,3 +202,76 @@ class Wrapper(nn.Module):
             if name.startswith("__") or "wrapped" not in held:
                 raise
             return getattr(held["wrapped"], name)
+
+
+class Call(NamedTuple):
+    """Holds one call: `inputs` (positional by index, keyword by name) and `output`."""
+
+    inputs: Inputs
+    output: Any
+
+
+class Catcher(Wrapper):
+    """Records what goes into a module and what comes out, as detached copies.
+
+    Attributes:
+        calls: a `Call` for each call, but for those that activation checkpointing repeats.
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    >>> with swap(net, {"1": Catcher}) as caught:
+    ...     _ = net(torch.ones(2, 4))
+    >>> caught["1"].calls[0].inputs[0].shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__(wrapped)
+        self.calls: list[Call] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `wrapped`, record what it was given and what it returns, and return that."""
+        inputs = tree_map(snapshot, Inputs(args, kwargs))  # now: the call may write into them
+        output = self.wrapped(*args, **kwargs)
+        if not recomputing():
+            self.calls.append(Call(inputs, tree_map(snapshot, output)))
+        return output
+
+
+class GramWrapper(Wrapper):
+    """Sums XᵀX over the inputs X of a layer, each flattened to rows of its last dimension.
+
+    Layer-wise quantisation and pruning need this sum: GPTQ's Hessian is 2 XᵀX (Frantar et al. 2022,
+    arXiv:2210.17323, eq. 3). It wraps layers whose first input is (..., n_features), such as a
+    Linear; of a convolution, whose channels are in another dimension, it raises an OptionError.
+
+    Attributes:
+        gram: (n_features, n_features), fp32 or fp64, on the inputs' device; None before a call.
+        n_rows: how many rows were summed, so `gram / n_rows` is the second moment.
+
+    >>> net = nn.Sequential(nn.Linear(3, 2))
+    >>> with swap(net, {"0": GramWrapper}) as seen:
+    ...     _ = net(torch.ones(5, 3))
+    >>> seen["0"].gram[0], seen["0"].n_rows
+    (tensor([5., 5., 5.]), 5)
+    """
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__(wrapped)
+        if hasattr(unwrap(wrapped), "kernel_size"):
+            raise OptionError(
+                "GramWrapper sums over the last dimension of its inputs, and a "
+                f"{type(unwrap(wrapped)).__name__} has its channels in another. Derive your own "
+                "from Wrapper."
+            )
+        self.gram: Tensor | None = None
+        self.n_rows = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Sum the first input, then call `wrapped` and return what it returns."""
+        x = (args or tuple(kwargs.values()))[0].detach()
+        if not recomputing():
+            rows = x.reshape(-1, x.shape[-1]).to(torch.promote_types(x.dtype, torch.float32))
+            with torch.autocast(x.device.type, enabled=False):
+                self.gram = rows.T @ rows + (0 if self.gram is None else self.gram)
+            self.n_rows += len(rows)
+        return self.wrapped(*args, **kwargs)

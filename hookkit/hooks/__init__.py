@@ -19,10 +19,14 @@ from hookkit.hooks.attach import attach
 from hookkit.hooks.attention import attention_weights, hook_attention
 from hookkit.hooks.calls import recomputing
 from hookkit.hooks.capture import (
+    GlobalHook,
+    TensorHook,
+    hook_all,
     hook_input,
     hook_inputs,
     hook_output,
     hook_outputs,
+    hook_tensor,
     print_sizes,
 )
 from hookkit.hooks.collection import Hooks
@@ -34,18 +38,22 @@ from hookkit.hooks.roles import ROLES
 __all__ = [
     "ROLES",
     "FunctionHooks",
+    "GlobalHook",
     "Hook",
     "Hooks",
     "Inputs",
     "StopForward",
+    "TensorHook",
     "attach",
     "attention_weights",
+    "hook_all",
     "hook_attention",
     "hook_function",
     "hook_input",
     "hook_inputs",
     "hook_output",
     "hook_outputs",
+    "hook_tensor",
     "print_sizes",
     "recomputing",
 ]

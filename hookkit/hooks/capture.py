@@ -1,21 +1,27 @@
 """The functions that make hooks: `hook_output(s)` and `hook_input(s)` capture values or gradients.
 
-`print_sizes` is for a quick look at the shapes in a model.
+`hook_tensor`, `hook_all` and `print_sizes` are for a quick look: at one tensor, at every module of
+the process, at the shapes in a model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
-from hookkit._core.checks import check_flag
-from hookkit._core.pytree import Inputs, describe
-from hookkit.hooks.attach import check_hookable
+from hookkit._core.checks import check_flag, check_function
+from hookkit._core.pytree import Inputs, describe, tree_map
+from hookkit.hooks.attach import call_with_note, check_hookable
+from hookkit.hooks.calls import recomputing
 from hookkit.hooks.collection import Hooks, Modules, hooks_of, named_modules_of, require_modules
+from hookkit.hooks.eager import layer_by_layer
 from hookkit.hooks.functions import modules_inside
 from hookkit.hooks.hook import Hook, hook_of
-from hookkit.hooks.options import BY_NAME, HookOptions, HookScope
+from hookkit.hooks.options import BY_NAME, KINDS, HookOptions, HookScope
 
 
 def hook_output(
@@ -187,6 +193,75 @@ def hook_inputs(
     options = HookOptions("hook_inputs", kind, None, detach, cpu, gather, **more)
     named = require_modules(named_modules_of(modules, "hook_inputs"), "hook_inputs")
     return hooks_of(named, options, modules)
+
+
+class GlobalHook(ExitStack):
+    """Is on when it is made, until `remove()` or the end of its `with`."""
+
+    remove = ExitStack.close
+
+
+class TensorHook(GlobalHook):
+    """Has the gradient of one tensor in `stored`, None before the first. See `hook_tensor`."""
+
+    stored: Tensor | None = None
+
+
+def hook_tensor(t: Tensor) -> TensorHook:
+    """Store a copy of the gradient of `t`, of which PyTorch keeps none, in `.stored`.
+
+    Call it before the backward pass; each pass replaces what the last one stored. The hook is on at
+    once. If `t` requires no gradient, PyTorch raises a RuntimeError.
+
+    >>> import torch
+    >>> y = torch.ones(2, requires_grad=True) + 2
+    >>> with hook_tensor(y) as h: (y**2).sum().backward()
+    >>> h.stored
+    tensor([6., 6.])
+    """
+    hook = TensorHook()
+
+    def keep(grad: Tensor) -> None:
+        hook.stored = grad.detach().clone()
+
+    hook.callback(t.register_hook(keep).remove)  # type: ignore[no-untyped-call]
+    return hook
+
+
+def hook_all(
+    hook_func: Callable[..., Any],
+    types: type[nn.Module] | tuple[type[nn.Module], ...] = nn.Module,
+) -> GlobalHook:
+    """Call `hook_func(module, input, output)` at each call of every module of the process.
+
+    This is PyTorch's global hook, on at once, also for modules made later, for losses, and for what
+    summaries run. Tensors are detached, keyword inputs are not given, and what the function returns
+    is ignored; it must not call such a module itself. TorchScript runs no hooks; compiled code runs
+    eagerly meanwhile, in all threads.
+
+    Args:
+        hook_func: `f(module, input, output)` or `f(output)`; `input` is a tuple.
+        types: only modules of this class, or of one of a tuple of classes.
+
+    >>> import torch
+    >>> seen = []
+    >>> with hook_all(lambda m, i, o: seen.append(tuple(o.shape)), nn.Linear):
+    ...     y = nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 3))(torch.randn(4, 5))
+    >>> seen
+    [(4, 10), (4, 3)]
+    """
+    func = check_function("hook_all", hook_func, *KINDS["forward"])
+    isinstance(None, types)  # Python's error now, and not in the first call
+
+    def call(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(module, types) and not recomputing():
+            seen = tree_map(Tensor.detach, (Inputs(args), output))
+            call_with_note(func, module, *seen)
+
+    hook = GlobalHook()
+    hook.enter_context(layer_by_layer())
+    hook.callback(register_module_forward_hook(call).remove)
+    return hook
 
 
 def print_sizes(model: nn.Module) -> Hooks:

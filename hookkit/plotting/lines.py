@@ -250,8 +250,10 @@ def _one_line(
     ax.legend(fontsize=8, frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
 
 
-def plot_lr_find(lrs: Floats, losses: Floats, valley: float, *, ax: Any = None) -> Axes:
-    """Draw the smoothed loss against the learning rate, with the suggestion; return the Axes.
+def plot_lr_find(
+    lrs: Floats, losses: Floats, suggested: dict[str, float], *, ax: Any = None
+) -> Axes:
+    """Draw the smoothed loss against the learning rate, and the suggestions by name; the Axes.
 
     The last five batches, at which the loss is out of hand, are left out.
     """
@@ -259,8 +261,10 @@ def plot_lr_find(lrs: Floats, losses: Floats, valley: float, *, ax: Any = None) 
     figures.title(ax, "Loss, smoothed, as the learning rate grows")
     shown = slice(None, -5) if len(lrs) > 20 else slice(None)
     ax.plot(lrs[shown], losses[shown], color=BLUE, lw=1.8)
-    at = int(np.argmin(np.abs(lrs - valley)))
-    ax.plot(lrs[at], losses[at], "o", color=ORANGE, ms=7, label=f"valley: {valley:.2g}")
+    for (name, lr), marker in zip(suggested.items(), "osv^", strict=False):
+        at = int(np.argmin(np.abs(lrs - lr)))
+        color = FAINT if name != "valley" else ORANGE
+        ax.plot(lrs[at], losses[at], marker, color=color, ms=7, label=f"{name}: {lr:.2g}")
     ax.set_xscale("log")
     figures.fit_scale(ax, losses[shown])
     ax.set_xlabel("learning rate", fontsize=9)

@@ -8,6 +8,7 @@ hand, pickled, saved, drawn and judged, long after the model is gone.
     run       Record, Run, Incident, and their methods; as_run of any source
     frames    a run as a pandas DataFrame
     npz       a run in an .npz file
+    joining   two runs as one: `run + later`
 """
 
 from hookkit.records.plain import Floats, Ints, label

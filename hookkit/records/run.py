@@ -369,6 +369,30 @@ class Run(PlainValue, Reportable):
         known += [int(r.steps[-1]) + 1 for r in self.records if len(r)]
         return max([int(self.info.get("n_steps", 0)), *known])
 
+    def __add__(self, later: Any) -> Run:
+        """Join this run and a later one of the same model (a Run, or what `as_run` takes).
+
+        If `later` begins with step 0, its steps, epochs and batches are counted on from this run's;
+        epochs that `fit(…, start_epoch=n)` has numbered keep their numbers. If it begins with the
+        step after this run's last one (`info["first_step"]`), as a library that resumes numbers its
+        steps, steps and epochs keep their numbers.
+
+        Raises:
+            OptionError: they were recorded with other options, or have other layers; or `later`
+                begins anywhere else, such as at a checkpoint before the end of this run: read the
+                two one by one.
+        """
+        from hookkit.records.joining import join
+
+        return join(self, as_run(later))
+
+    @property
+    def n_epochs(self) -> int:
+        """Return the number of epochs that were begun, one more than the last one's number."""
+        known = [int(row["epoch"]) for row in self.valid if "epoch" in row]
+        known += [int(r.epochs[-1]) for r in self.records if len(r)]
+        return max(known, default=-1) + 1
+
     def __repr__(self) -> str:
         kinds = ", ".join(f"{len(r.names)} {r.kind}s" for r in self.records)
         alone = f"; {self.info['rank']} alone" if "rank" in self.info else ""

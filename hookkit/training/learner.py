@@ -267,7 +267,8 @@ class Learner(Loop, Reportable):
             show_plot: whether to draw the picture, where matplotlib is installed.
 
         Returns:
-            fastai's suggestion, `.valley`, and the curve that it is read from; `.plot()` draws it.
+            fastai's suggestions: `.valley` is the usual one; `.steep`, `.minimum`, `.slide`.
+            `.plot()` draws what they are read from.
 
         Raises:
             OptionError: it was called inside `distrib_ctx`.

@@ -31,22 +31,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SuggestedLRs:
-    """Holds what `lr_find` found: a learning rate, and the curve that it is read from.
+    """Holds what `lr_find` found: fastai's four suggestions, and the curve they are read from.
 
     Args:
-        valley: fastai's usual suggestion, in the middle of the longest descent of the loss.
+        valley: in the middle of the longest descent of the loss; the usual choice.
+        steep: where the loss falls fastest.
+        minimum: a tenth of the rate at which the loss is least.
+        slide: before the loss begins to change fast, seen from the end.
         lrs, losses: (n,) float64, the learning rate and the smoothed loss of each batch.
     """
 
     valley: float
+    steep: float
+    minimum: float
+    slide: float
     lrs: Floats = field(repr=False)
     losses: Floats = field(repr=False)
 
     def plot(self, *, ax: Any = None) -> Axes:
-        """Draw the loss against the learning rate, and the suggestion; return the Axes."""
+        """Draw the loss against the learning rate, and the suggestions; return the Axes."""
         from hookkit.plotting.lines import plot_lr_find
 
-        return plot_lr_find(self.lrs, self.losses, self.valley, ax=ax)
+        suggested = {f.__name__: getattr(self, f.__name__) for f in SUGGESTIONS}
+        return plot_lr_find(self.lrs, self.losses, suggested, ax=ax)
 
 
 class LRFinder(Callback):
@@ -113,11 +120,15 @@ def find_lr(
             f"is nothing to suggest. Give a smaller start_lr or end_lr, or a larger num_it; if the "
             f"losses of batches differ much, stop_div=False."
         )
-    return SuggestedLRs(valley(there, middle), lrs[known], losses[known])
+    found = {f.__name__: f(there, middle) for f in SUGGESTIONS}
+    return SuggestedLRs(**found, lrs=lrs[known], losses=losses[known])
+
+
+# --- suggestions, of learning rates and losses, as fastai 2.8 makes them
 
 
 def valley(lrs: Floats, losses: Floats) -> float:
-    """Return the rate half-way through the longest falling subsequence of losses, as fastai 2.8."""
+    """Return the rate half-way through the longest falling subsequence of losses."""
     lengths = np.ones(len(losses), np.int64)
     for i in range(1, len(losses)):
         lengths[i] += lengths[:i][losses[:i] > losses[i]].max(initial=0)
@@ -125,3 +136,25 @@ def valley(lrs: Floats, losses: Floats) -> float:
     start = end - int(lengths[end]) if lengths[end] > 1 else end
     third = (end - start) / 3
     return float(lrs[max(start + int(third) + int(third / 2), 0)])
+
+
+def steep(lrs: Floats, losses: Floats) -> float:
+    """Return the rate at which the loss falls fastest, by the logarithm of the rate."""
+    return float(lrs[np.argmin(np.diff(losses) / np.diff(np.log(lrs)))])
+
+
+def minimum(lrs: Floats, losses: Floats) -> float:
+    """Return a tenth of the rate at which the loss is least."""
+    return float(lrs[np.argmin(losses)] / 10)
+
+
+def slide(lrs: Floats, losses: Floats, width: int = 15, least: float = 0.005) -> float:
+    """Return where the slope stops to differ from the slope `width` batches later, from the end."""
+    slopes, left = np.gradient(losses), len(losses) - 1 - width
+    found = max(left, 0)
+    while left >= 0 and abs(slopes[left + width] - slopes[left]) > least:
+        found, left = left, left - 1
+    return float(lrs[found])
+
+
+SUGGESTIONS = (valley, steep, minimum, slide)
