@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 from learners import plain, quiet
+from processes import in_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -115,3 +117,32 @@ def test_the_state_of_another_optimizer_is_refused_before_anything_is_loaded(
         other.load("run")
 
     torch.testing.assert_close(dict(other.model.state_dict()), before, rtol=0, atol=0)
+
+
+def saves_and_loads_shards(rank: int, folder: Path) -> None:
+    def net(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 3))
+
+    def sharded(seed: int) -> Any:
+        model = net(seed)
+        fully_shard(model)
+        return Learner(None, model, path=folder)
+
+    learn, other = sharded(0), sharded(1)
+    file = learn.save("run", with_opt=False)
+    learn.create_opt()
+    with pytest.raises(OptionError, match="the model is sharded, and so is the optimizer's state"):
+        learn.save("run")
+    torch.distributed.barrier()
+
+    whole = net(0).state_dict()
+    torch.testing.assert_close(torch.load(file, weights_only=True)["model"], whole, rtol=0, atol=0)
+    other.load("run", with_opt=False)
+    for name, t in other.model.state_dict().items():
+        torch.testing.assert_close(t.full_tensor(), whole[name], rtol=0, atol=0)
+
+
+@pytest.mark.ranks
+def test_a_sharded_model_is_saved_whole_and_loaded_into_shards(tmp_path: Path) -> None:
+    in_ranks(saves_and_loads_shards, tmp_path)

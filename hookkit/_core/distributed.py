@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookkit._core.devices import accelerator
 from hookkit._core.pytree import describe, tree_leaves, tree_leaves_with_path, tree_map
@@ -173,3 +173,25 @@ def _reduced(t: Tensor, op: str) -> Tensor:
         own = own.cpu()
     dist.all_reduce(own, getattr(dist.ReduceOp, op))
     return own.to(t.device)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether each rank has a part of some parameter of `model` (DTensors, as of FSDP2)."""
+    return any(hasattr(t, "full_tensor") for t in (*model.parameters(), *model.buffers()))
+
+
+def whole_state(model: nn.Module) -> dict[str, Any]:
+    """Gather the state dict of a sharded model on the CPU; each rank has to call."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    with collective("save the sharded model"):
+        return get_model_state_dict(model, options=options)
+
+
+def load_whole_state(model: nn.Module, state: dict[str, Any], strict: bool) -> None:
+    """Load a whole state dict into a sharded model: each rank takes its part."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, strict=strict)
+    set_model_state_dict(model, state, options=options)

@@ -674,18 +674,25 @@ class Learner(Loop, Reportable):
     def save(self, file: str | Path, with_opt: bool = True) -> Path:
         """Write the weights to `path/model_dir/file.pth`, whole or not at all; return that path.
 
-        In `distrib_ctx` every rank has to call, and rank 0 writes.
+        In `distrib_ctx`, and if the model is sharded, every rank has to call, and rank 0 writes.
 
         Args:
             file: its name, or a path.
             with_opt: whether the optimizer's state is written too.
 
         Raises:
-            OptionError: the model is sharded.
+            OptionError: the optimizer's state is sharded.
             OSError: the file cannot be written.
         """
-        where, state = self._file(file), {"model": self._whole_model("save").state_dict()}
-        if with_opt and self.opt is not None:
+        where, model = self._file(file), unwrap(self.model)
+        sharded, with_opt = ranks.is_sharded(model), with_opt and self.opt is not None
+        if sharded and with_opt:
+            raise OptionError(
+                "save: the model is sharded, and so is the optimizer's state. Use "
+                "learn.save(…, with_opt=False), or torch.distributed.checkpoint for both."
+            )
+        state = {"model": ranks.whole_state(model) if sharded else model.state_dict()}
+        if with_opt:
             state["opt"] = self.opt.state_dict()
         if ranks.rank() == 0:
             with atomic_write(where) as f:
@@ -701,11 +708,10 @@ class Learner(Loop, Reportable):
         middle of a schedule. To go on with an interrupted training: `fit(…, start_epoch=…)`.
 
         Raises:
-            OptionError: there is no such file; it has the state of another kind of optimizer; the
-                model is sharded.
+            OptionError: there is no such file; it has the state of another kind of optimizer.
             RuntimeError: it is of another model.
         """
-        where, model = self._file(file, there=True), self._whole_model("load")
+        where, model = self._file(file, there=True), unwrap(self.model)
         if not where.exists():
             others = ", ".join(sorted(p.stem for p in where.parent.glob("*.pth"))) or "no .pth file"
             raise OptionError(f"load: {where} does not exist. The folder has {others}.")
@@ -722,21 +728,16 @@ class Learner(Loop, Reportable):
                     f"{sorted(theirs - own)}, and this one is {type(self.opt).__name__}. Use "
                     f"learn.load(…, with_opt=False), or give the Learner the same opt_func."
                 )
-        model.load_state_dict(state.get("model", state), strict=strict)
+        weights = state.get("model", state)
+        if ranks.is_sharded(model):
+            ranks.load_whole_state(model, weights, strict)
+        else:
+            model.load_state_dict(weights, strict=strict)
         if opt_state is not None:
             settings = settings_of(self.opt)
             self.opt.load_state_dict(opt_state)
             restore_settings(self.opt, settings)
         return self
-
-    def _whole_model(self, who: str) -> nn.Module:
-        model = unwrap(self.model)
-        if any(hasattr(p, "full_tensor") for p in model.parameters()):  # DTensors, as of FSDP2
-            raise OptionError(
-                f"{who}: the model is sharded, so this rank has a part of it. Use "
-                f"learn.accelerator.{who}_state(folder), or torch.distributed.checkpoint."
-            )
-        return model
 
     def _file(self, file: str | Path, there: bool = False) -> Path:
         name = Path(file) if Path(file).suffix == ".pth" else Path(f"{file}.pth")

@@ -226,15 +226,18 @@ class Loop:
         """Give `cb` this loop's token.
 
         Raises:
-            HookError: it has recorded another run.
+            HookError: it holds steps of another run that have the same numbers.
         """
-        if isinstance(cb, StepRecorder):
-            if cb.table.n_steps and vars(cb).get("_token") is not self._token:
-                raise HookError(
-                    f"{cb!r} has recorded another run. Make another for this one: "
-                    f"{type(cb).__name__}(…)."
-                )
-            vars(cb)["_token"] = self._token
+        if not isinstance(cb, StepRecorder) or vars(cb).get("_token") is self._token:
+            return
+        steps = cb.record().steps
+        if len(steps) and steps[-1] >= self.n_steps:
+            raise HookError(
+                f"{cb!r} has recorded another run, whose steps have the same numbers. Make another "
+                f"for this one, {type(cb).__name__}(…), and join what they recorded: "
+                f"run_record() of the first + run_record() of the second."
+            )
+        vars(cb)["_token"] = self._token
 
     def _clean_up(self) -> None:
         """Call every callback's `cleanup_fit`, also when one of them fails."""
