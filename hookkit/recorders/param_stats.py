@@ -29,7 +29,7 @@ from hookkit.recorders.parameters import (
 )
 from hookkit.recorders.step_recorder import StepRecorder, clock, from_all_ranks
 from hookkit.recorders.step_table import Numbers, StepTable, sums
-from hookkit.records import Record
+from hookkit.records import Record, grad_norms as norms_by_step
 
 _FIELDS = ("weight", "update", "grad", "ratio", "bad", "n", "n_grad", "lr", "n_lr")
 _WEIGHT, _UPDATE, _GRAD, _RATIO, _BAD, _N, _N_GRAD, _LR, _N_LR = range(len(_FIELDS))
@@ -222,6 +222,15 @@ class ParamStats(StepRecorder):
         steps, epochs, iters, spans = self.table.places(first).T
         types = tuple(facts["type"] for facts in self._facts.values())
         return Record("param", names, types, steps, epochs, iters, spans, values, meta=meta)
+
+    def grad_norms(self, n_steps: int | None = None) -> Any:
+        """Return the norm of all gradients together by optimizer step.
+
+        Returns:
+            (n_steps,) float64, NaN where no step was recorded. Where steps were merged it is the
+            norm of the parameters' mean norms, at the first step.
+        """
+        return norms_by_step(self.record(), n_steps)
 
     def _version(self) -> Any:
         return self.table.n_steps, self._writes()
