@@ -196,18 +196,6 @@ def test_momentum_is_cycled_where_there_is_one_and_restored(
     assert learn.opt.param_groups[0][key] == before
 
 
-@pytest.mark.parametrize(
-    ("n", "pct_start", "highest"), [(4, 0.25, 1), (1, 1, 0), (5, 1.0, 4), (5, 0, 0)]
-)
-def test_one_cycle_has_phases_of_any_length(n: int, pct_start: float, highest: int) -> None:
-    learn = quiet(n_trn=n)
-
-    learn.fit_one_cycle(1, pct_start=pct_start)
-
-    rates = learn.recorder.lrs
-    assert rates.index(max(rates)) == highest
-
-
 def test_one_cycle_with_a_rate_for_each_group_and_with_accumulation() -> None:
     learn = quiet(n_trn=6, model=mlp(1, 2, 1), splitter=lambda m: [m[0], m[2]])
     tops: list[list[float]] = []
@@ -306,30 +294,13 @@ def test_the_progress_reads_no_loss_by_the_batch(monkeypatch: Any) -> None:
     assert len(reads) < 10
 
 
-def test_a_validation_in_mid_fit_leaves_the_bar_alone_and_an_error_closes_it(
-    monkeypatch: Any,
-) -> None:
+def test_an_error_closes_the_bar_and_puts_the_logger_back(monkeypatch: Any) -> None:
     pytest.importorskip("tqdm")
-    opened: list[str] = []
+    learn = synth_learner(cbs=ProgressCallback)
 
-    class Bar:
-        def __init__(self, desc: str, **options: Any) -> None:
-            opened.append(desc)
-
-        def update(self) -> None: ...
-        def close(self) -> None: ...
-        def set_postfix_str(self, text: str, refresh: bool) -> None: ...
-
-    monkeypatch.setattr("tqdm.auto.tqdm", Bar)
-    look = Callback(after_batch=lambda cb: cb.training and cb.learn.validate())
-    learn = quiet(n_trn=2, cbs=[look, ProgressCallback])
-    logger = learn.logger
-
-    learn.fit(1)
-    assert opened == ["epoch 1/1 train", "epoch 1/1 valid"]
     with pytest.raises(ZeroDivisionError):
         learn.fit(1, cbs=Callback(after_batch=lambda cb: 1 / 0))
-    assert (learn.logger, learn.progress._bar) == (logger, None)
+    assert (learn.logger, learn.progress._bar) == (print, None)
 
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with pytest.raises(MissingExtraError, match=r'pip install "hookkit\[progress\]"'):

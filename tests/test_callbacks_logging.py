@@ -2,16 +2,13 @@
 
 import copy
 import csv
-import json
 import pickle
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from learners import quiet
-from processes import started
 from torch import nn
 
 from hookkit import (
@@ -25,7 +22,6 @@ from hookkit import (
     watch,
 )
 from hookkit.recorders.step_table import StepTable
-from hookkit.testing import synth_learner
 
 
 class Tracker:
@@ -119,17 +115,6 @@ def test_a_watched_loop_is_logged_too_and_what_comes_late_is_not_before_the_rest
     for name in ("epoch/valid_loss", "epoch/train_loss"):  # nothing of an epoch before its end
         assert tracker.steps(name) == [2, 5]
     assert tracker.got[-1] == (5, {"epoch/accuracy": 0.5})
-
-
-def test_a_log_has_the_layers_and_statistics_that_it_names() -> None:
-    tracker = Tracker()
-    log = LogTo(tracker, layers="a", statistics=["std", "weight_norm"])
-    stats = [ActivationStats(include_paramless=True), ParamStats()]
-
-    quiet(n_trn=3, cbs=[log, *stats]).fit(1)
-
-    names = {name for _, data in tracker.got for name in data if name.count("/") > 1}
-    assert names == {"param/weight_norm/a"}
 
 
 @pytest.mark.parametrize("with_params", [False, True])
@@ -230,31 +215,3 @@ def test_a_file_with_other_columns_is_not_appended_to(tmp_path: Path) -> None:
         learner(nn.L1Loss()).fit(1)
     assert path.read_text() == before
     assert before.startswith("epoch,train_loss")
-
-
-# --- lines
-
-
-def logged_for_ever(folder: Path) -> None:
-    cbs = [CSVLogger(), LogTo(folder / "b.jsonl", every=1)]
-    learn = synth_learner(cbs=[*cbs, ActivationStats(include_paramless=True)], path=folder)
-    learn.logger = lambda row: None
-    learn.fit(10_000)
-
-
-def n_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-@pytest.mark.slow
-def test_a_killed_training_leaves_whole_lines(tmp_path: Path) -> None:
-    process = started(logged_for_ever, tmp_path)
-    while process.is_alive() and n_lines(tmp_path / "b.jsonl") < 27:
-        time.sleep(0.005)
-    process.kill()
-    process.join()
-
-    texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert all(text.endswith("\n") for text in texts.values())
-    assert {len(row) for row in csv.reader(texts["history.csv"].splitlines())} == {4}
-    assert len([json.loads(line) for line in texts["b.jsonl"].splitlines()]) >= 27

@@ -18,7 +18,6 @@ from hookkit.callbacks.events import (
     CancelTrainException,
     CancelValidException,
 )
-from hookkit.callbacks.loss_log import LossLog
 from hookkit.errors import ArgumentError
 from hookkit.recorders import FlightRecorder
 
@@ -258,26 +257,6 @@ def test_an_epochs_train_loss_is_the_mean_over_its_steps_as_in_watch(n_acc: int)
     for row, other in zip(run.valid, watched.valid, strict=True):
         assert row["train_loss"] == pytest.approx(mean, rel=1e-12)
         assert other["train_loss"] == pytest.approx(mean, rel=1e-6)
-
-
-def test_the_mean_of_an_epoch_reads_the_losses_of_that_epoch_only(monkeypatch: Any) -> None:
-    losses = LossLog()
-    for step in range(100):
-        losses.begin(step)
-        losses.put(torch.tensor(float(step)))
-    read, bincount = list[int](), np.bincount
-
-    def counted(steps: Any, *args: Any, **options: Any) -> Any:
-        read.append(len(steps))
-        return bincount(steps, *args, **options)
-
-    monkeypatch.setattr(np, "bincount", counted)
-
-    means = [losses.mean(first, first + 10) for first in range(0, 100, 10)]
-
-    assert means == [first + 4.5 for first in range(0, 100, 10)]
-    assert max(read) == 10
-    assert losses.mean(100, 110) is losses.mean(5, 5) is None
 
 
 def test_a_learning_rate_in_a_tensor_is_kept_as_it_was_at_each_batch() -> None:

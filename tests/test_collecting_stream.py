@@ -156,18 +156,6 @@ def test_batches_larger_than_the_buffer_are_given_before_more_are_loaded() -> No
     assert sum(map(len, stream)) == 300 - 95
 
 
-def test_tokens_that_a_mask_leaves_and_what_a_hook_makes_of_them() -> None:
-    model = nn.Sequential(nn.Embedding(9, 4))
-    ids = torch.arange(9).view(3, 3)
-    data = [{"input": ids}]
-
-    (rows,) = activation_stream(
-        model, data, "0", rows="token", mask=lambda b: b["input"] % 2, hook=lambda o: 2 * o
-    )
-
-    assert torch.equal(in_order(rows), in_order(2 * model[0].weight[1::2].detach()))
-
-
 def test_arguments_and_runs_that_cannot_be_meant() -> None:
     model = net()
     with pytest.raises(OptionError, match=r"one layer gives one stream; select one of .*'0', '2'"):

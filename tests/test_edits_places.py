@@ -217,15 +217,18 @@ def test_an_error_of_pytorch_has_a_note_that_names_the_layer(change: Any, error:
     assert caught.value.__notes__ == [f"hookkit: raised by {change} on Identity(). There is 2×2."]
 
 
-def test_fractions_do_not_go_into_whole_numbers() -> None:
-    with pytest.raises(HookError, match=r"does not go into a tensor of torch.int64"):
-        scale(0.5)(nn.Identity(), torch.ones(2, dtype=torch.int64))
-
-
-def test_complex_numbers_do_not_go_into_real_ones() -> None:
-    for wrong in (scale(1j), replace(torch.ones(2, dtype=torch.complex64)), replace(1j, at=0)):
-        with pytest.raises(HookError, match=r"of complex numbers does not go into"):
-            wrong(nn.Identity(), torch.ones(2))
+@pytest.mark.parametrize(
+    ("change", "dtype", "kind"),
+    [
+        (scale(0.5), torch.int64, "fractions"),
+        (scale(1j), torch.float32, "complex numbers"),
+        (replace(1j, at=0), torch.float32, "complex numbers"),
+    ],
+    ids=str,
+)
+def test_a_number_is_not_cut_to_fit_a_dtype(change: Any, dtype: torch.dtype, kind: str) -> None:
+    with pytest.raises(HookError, match=rf"of {kind} does not go into a tensor of {dtype}"):
+        change(nn.Identity(), torch.ones(2, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learners import RNNNet, conv_net, quiet
+from learners import conv_net, quiet
 from torch import Tensor, nn
 
 from hookkit.callbacks import (
@@ -28,7 +28,7 @@ from hookkit.callbacks import (
     SchedulerCallback,
 )
 from hookkit.callbacks.hook_callback import HookCallback
-from hookkit.testing import mlp, synth_learner
+from hookkit.testing import synth_learner
 
 
 class InPlace(nn.Module):
@@ -49,24 +49,18 @@ class InPlace(nn.Module):
         return out
 
 
+def flat_batches() -> Any:
+    return [(torch.randn(8, 6), torch.randn(8, 1)) for _ in range(4)]
+
+
 def image_batches() -> Any:
     return [(torch.randn(8, 1, 8, 8), torch.randint(0, 10, (8,))) for _ in range(4)]
 
 
 NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Any]] = {
-    "in place": (InPlace, lambda: _flat(6), nn.MSELoss()),
+    "in place": (InPlace, flat_batches, nn.MSELoss()),
     "conv": (conv_net, image_batches, nn.CrossEntropyLoss()),
-    "rnn": (RNNNet, lambda: _sequences(), nn.MSELoss()),
-    "mlp": (lambda: mlp(6, 9, 1), lambda: _flat(6), nn.MSELoss()),
 }
-
-
-def _flat(n: int) -> Any:
-    return [(torch.randn(8, n), torch.randn(8, 1)) for _ in range(4)]
-
-
-def _sequences() -> Any:
-    return [(torch.randn(8, 3, 4), torch.randn(8, 1)) for _ in range(4)]
 
 
 def stats_callbacks() -> list[Any]:
