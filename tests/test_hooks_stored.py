@@ -298,7 +298,7 @@ def test_a_hook_costs_few_python_calls() -> None:
 
     n = n_calls(run) - n_calls(lambda: layers(x))
 
-    assert n / 24 < 16  # of a raw hook that stores: 10
+    assert n / 24 < 17  # of a raw hook that stores: 10; up to 2 are the compiler's stance
 
 
 def n_calls(f: Callable[[], object]) -> int:

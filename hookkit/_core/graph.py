@@ -129,7 +129,8 @@ def saved(node: Any, name: str) -> Any:
     (-1,)
     """
     # Private: `_saved_NAME`, where autograd keeps what it needs (since 1.9): dimensions, as
-    # unsigned numbers. Tensors among them are freed by backward() and never read here.
+    # unsigned numbers. Tensors among them are freed by backward() and never read here. Without
+    # them each caller takes the usual case.
     value = getattr(node, f"_saved_{name}", None)
     if isinstance(value, tuple):
         return tuple(v - (1 << 64) if v >> 63 else v for v in value)

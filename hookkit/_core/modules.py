@@ -157,3 +157,10 @@ def calls_children(module: nn.Module) -> bool:
 def is_observer(module: nn.Module) -> bool:
     """True for a module that quantization puts into a layer to observe or round its values."""
     return any(base.__name__ in _OBSERVERS for base in type(module).__mro__)
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Return True for the copy of a module that `nn.DataParallel` runs on another device."""
+    # Private: `_is_replica`, which DataParallel sets on its copies (since 1.5). Without it their
+    # calls are taken for those of another model, in another thread.
+    return "_is_replica" in module.__dict__

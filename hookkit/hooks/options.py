@@ -213,6 +213,7 @@ class HookScope:
         return False
 
     def __del__(self) -> None:
+        EAGER.end(self)  # if a block was entered and never left
         if self.only_in_with and not self.n_entered:
             warn(
                 f"{self.options.who}: it was never entered, so it did nothing. Edits and hooks on "

@@ -27,8 +27,7 @@ _BATCH_OF_ONE = "Expected more than 1 value per channel when training"
 _EVALUATED = "Run in evaluation mode: in training mode BatchNorm refuses a single value a channel."
 _NO_SAVED = "torch.func runs in the forward: saved bytes are unknown, and left out of the sums."
 _NUMBER = int | float | Tensor
-# Private, in torch 2.11 to 2.13: the common base of all BatchNorms, which has no public name.
-_BatchNorm = nn.modules.batchnorm._BatchNorm
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 ModelInput = Tensor | Sequence[Any] | Mapping[str, Any] | bool | str | None
 """A keyword input, for type checkers, which then see a misspelt option; others: `model_kwargs`."""
@@ -186,7 +185,7 @@ def _warnings(tree: Tree, trace: Trace | None, opt: Optimizer | None) -> Iterato
         what = f"{_count(trace.unused, 'trainable parameter')} not part of the output of this run"
         yield f"{what}, and would get no gradient: {_some(trace.unused)}"
     if tree.model.training:
-        norms = [place for place in tree.firsts if isinstance(place.module, _BatchNorm)]
+        norms = [place for place in tree.firsts if isinstance(place.module, _BATCH_NORMS)]
         if frozen := [place.name for place in norms if not place.module.training]:
             what = _count(frozen, "BatchNorm layer")
             yield f"{what} in evaluation mode in a model that trains: {_some(frozen)}"

@@ -126,15 +126,14 @@ def storage_of(t: Tensor) -> tuple[Any, int]:
     """Identity and bytes of the memory behind `t`; views of one storage share both."""
     try:
         storage = t.untyped_storage()
-        # `_cdata` is the address of the C++ storage, which all Python objects of it share. Private,
-        # in torch 2.11 to 2.13; the public `data_ptr` is 0 for fake tensors.
-        return storage._cdata, storage.nbytes()
+        # PyTorch keeps one Python object for each storage; its `data_ptr` is 0 for fake tensors
+        return id(storage), storage.nbytes()
     except (RuntimeError, NotImplementedError, ValueError):  # sparse, nested, uninitialised
         return id(t), 0 if nn.parameter.is_lazy(t) else _stored(t)
 
 
 def _stored(t: Tensor) -> int:
     if t.layout is torch.sparse_coo:
-        # Private, in torch 2.11 to 2.13: `indices()` and `values()` want a coalesced tensor.
-        return sum(p.numel() * p.element_size() for p in (t._indices(), t._values()))
+        t = t.detach().coalesce()
+        return sum(p.numel() * p.element_size() for p in (t.indices(), t.values()))
     return int(t.numel() * t.element_size())

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hookkit._core.graph import PARTS, SAME_VALUES, inputs_of, op_name, walk
+from hookkit._core.graph import PARTS, SAME_VALUES, inputs_of, op_name, saved, walk
 from hookkit._core.modules import join, walk as walk_modules
 
 _POOLS = {"MaxPool2DWithIndices", "MaxPool3DWithIndices", "NativeDropout"}
@@ -166,9 +166,9 @@ def _ends(users: Users, node: Any) -> list[Any]:
 
 def _kind(node: Any) -> str | None:
     name = op_name(node)
-    # Private: `_saved_min_val` of autograd's node of ReLU6 and Hardtanh (since 1.9). Without it a
-    # ReLU6 is taken for another activation, and dead units before it are those that give only 0.
-    if name == "Hardtanh" and getattr(node, "_saved_min_val", None) == 0:
+    # Where `min_val` is not known, a ReLU6 is taken for another activation, and dead units before
+    # it are those that give only 0.
+    if name == "Hardtanh" and saved(node, "min_val") == 0:
         return "ReLU6"
     if name == "CopySlices":  # a view was written in place: by whom, it does not say
         return None

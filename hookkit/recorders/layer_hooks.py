@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hookkit._core.messages import warn
+from hookkit._core.modules import is_replica
 from hookkit._core.pytree import Inputs, tree_leaves_with_path, tree_map, tree_set
 from hookkit.hooks.attach import Switch, attach, call_with_note, module_repr, remove_all
 from hookkit.hooks.calls import call_kind, graph_task, is_compiling, is_tracing
@@ -204,7 +205,7 @@ def _counts(thread: int, module: nn.Module, again: bool = False) -> bool:
     """
     kind = call_kind(thread)
     if kind == "other thread":
-        return "_is_replica" in module.__dict__
+        return is_replica(module)
     return kind in ("first", "compiled") or (kind == "recomputed" and again)
 
 

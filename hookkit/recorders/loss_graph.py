@@ -17,6 +17,7 @@ from hookkit._core.graph import (
     first_input,
     only_input,
     op_name,
+    saved,
     shape_of,
     softmax_dim,
     source,
@@ -125,9 +126,8 @@ def _identity(root: Any) -> dict[str, Any]:
     """Return `loss_func` and `n_classes`, if the loss is one of PyTorch's own."""
     node = source(root, _same_values) if _same_values(root) else root
     name = op_name(node)
-    # Private: `_saved_reduction`, the loss's `reduction` as its node keeps it (since 1.9); 1 is the
-    # mean. Without it a sum is taken for a mean.
-    if name in _LOSSES and getattr(node, "_saved_reduction", 1) == 1:
+    # 1 is the mean; where it is not known, a sum is taken for a mean
+    if name in _LOSSES and saved(node, "reduction") in (1, None):
         known = _LOSSES[name]
         if known != "nll_loss":
             return {"loss_func": known}
@@ -137,8 +137,7 @@ def _identity(root: Any) -> dict[str, Any]:
         return {"loss_func": known, **classes}
     inner = first_input(node) if name == "Mean" else None
     if inner is not None and op_name(first_input(inner)) == "Sub":  # written by hand
-        # Private: `_saved_exponent` of a power, since 1.9. Without it such a loss has no name.
-        squared = op_name(inner) == "Pow" and getattr(inner, "_saved_exponent", 0) == 2
+        squared = op_name(inner) == "Pow" and saved(inner, "exponent") == 2
         known = "mse_loss" if squared else "l1_loss" if op_name(inner) == "Abs" else ""
         return {"loss_func": known} if known else {}
     return {}

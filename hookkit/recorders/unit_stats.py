@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookkit._core.graph import op_name
+from hookkit._core.graph import op_name, saved
 from hookkit.recorders.moments import to_widest_float
 
 WINDOW = 50
@@ -64,9 +64,9 @@ def channel_dim(kind: str, t: Tensor, before: Before | None = None) -> int | Non
             return 0 if unbatched else 1
         if name.startswith(_LAST_OPS):
             return ndim - 1
-        # Private: `_saved_dim` of autograd's node of `squeeze` (since 1.9): a convolution of one
-        # image adds a batch and takes it away. Without it dimension 1 is taken.
-        unbatched |= name == "Squeeze" and getattr(node, "_saved_dim", None) == 0
+        # A convolution of one image adds a batch and takes it away. Where `dim` is not known,
+        # dimension 1 is taken.
+        unbatched |= name == "Squeeze" and saved(node, "dim") == 0
         node = next((before for before, _ in node.next_functions if before is not None), None)
     if before is not None and before[0] == t.shape:
         return before[1]

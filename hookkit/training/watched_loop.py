@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookkit._core.batches import loss_in
 from hookkit._core.messages import warn
-from hookkit._core.modules import unwrap, wrappers
+from hookkit._core.modules import is_replica, unwrap, wrappers
 from hookkit.callbacks.events import CancelStepException
 from hookkit.callbacks.optimizers import ids_of, skips_step, stepping_scaler
 from hookkit.errors import HookError, NeverFiredWarning
@@ -583,7 +583,7 @@ class LoopHooks:
                 self._error = sys.exception()
                 self._begin_forward(self.model, args, kwargs)
         elif module.training and kind == "other thread":
-            self.elsewhere |= torch.is_grad_enabled() and "_is_replica" not in module.__dict__
+            self.elsewhere |= torch.is_grad_enabled() and not is_replica(module)
 
     def _before_part(self, part: nn.Module, args: Any, kwargs: Any) -> None:
         if is_compiling():
