@@ -16,7 +16,7 @@ from hookkit.callbacks.events import (
     CancelStepException,
     CancelTrainException,
 )
-from hookkit.errors import ArgumentError, OptionError
+from hookkit.errors import ArgumentError, NeverFiredWarning, OptionError
 from hookkit.recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
 from hookkit.recorders.bins import LogBins
 from hookkit.testing import synth_learner
@@ -419,3 +419,17 @@ def test_a_compiled_model_records_the_same_in_two_graphs(backend: str) -> None:
             np.testing.assert_allclose(
                 x.values[name][ran], y.values[name][ran], rtol=1e-3, atol=1e-6, err_msg=name
             )
+
+
+@pytest.mark.parametrize("kind", [ActivationStats, GradientStats, ParamStats])
+def test_a_recorder_that_was_in_no_training_says_so(kind: type[Any]) -> None:
+    model, recorder = net(), kind()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch(model, opt, recorder)  # without `with`
+    loss_of(model(batches(1)[0])).backward()
+    opt.step()
+
+    with pytest.warns(NeverFiredWarning, match=r"in no training yet.*Write `with watch\("):
+        record = recorder.record()
+
+    assert len(record) == 0

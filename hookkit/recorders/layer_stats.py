@@ -170,7 +170,7 @@ class LayerStats(StepRecorder, HookCallback):
         histograms were recorded. A module that gives several tensors shows the first here; the
         others are rows of their own in `record()`, called as `lstm[1][0]`.
         """
-        record = self.record()
+        record = self._since(-1)
         if self._listed is None or self._listed[0] is not record:
             rows = [record.layer(name) for name in self.names]  # none is hooked for parameters
             self._listed = record, list_stats(record, rows or list(range(len(record.names))))

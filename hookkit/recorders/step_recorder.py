@@ -15,7 +15,7 @@ from hookkit._core import distributed as ranks
 from hookkit._core.checks import check_number
 from hookkit._core.messages import warn
 from hookkit.callbacks.callback import Callback
-from hookkit.errors import HookError, OptionError
+from hookkit.errors import HookError, NeverFiredWarning, OptionError
 from hookkit.recorders.step_table import StepTable
 from hookkit.records import Record, Reportable
 
@@ -50,6 +50,7 @@ class StepRecorder(Reportable, Callback):
             every = 1 if every is None else every
             every = check_number(type(self).__name__, "every", every, 1, whole=True, what=what)
         self.every: Any = every
+        self._begun = False  # whether it was ever in a fit
         self._count_from(0)
         # the last record and that of all ranks, cached as (version, record)
         self._own: tuple[Any, Record] | None = None
@@ -76,7 +77,7 @@ class StepRecorder(Reportable, Callback):
                 f'{type(self).__name__}(every="auto"): each process would choose steps of its own, '
                 f"and gather() could not merge them. Give a number, such as every=10."
             )
-        self._own = None  # this fit may have other layers
+        self._begun, self._own = True, None  # this fit may have other layers
         self._count_from(self.learn.n_steps)
 
     def _is_due(self, n_steps: int) -> bool:
@@ -125,7 +126,16 @@ class StepRecorder(Reportable, Callback):
 
         The record is of all ranks if they were gathered since the last step. Otherwise it is of
         this process alone, which `meta["rank"]` names; no rank waits for another.
+
+        Warns if it was in no training yet: then the record is empty.
         """
+        if not self._begun:
+            name = type(self).__name__
+            warn(
+                f"this {name} was in no training yet, so it has recorded nothing. Write `with "
+                f"watch(model, opt, recorder):` around the loop, or Learner(…, cbs=recorder).",
+                NeverFiredWarning,
+            )
         return self._since(-1)
 
     def _since(self, step: int) -> Record:

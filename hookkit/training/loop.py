@@ -230,7 +230,7 @@ class Loop:
         """
         if not isinstance(cb, StepRecorder) or vars(cb).get("_token") is self._token:
             return
-        steps = cb.record().steps
+        steps = cb._since(-1).steps
         if len(steps) and steps[-1] >= self.n_steps:
             raise HookError(
                 f"{cb!r} has recorded another run, whose steps have the same numbers. Make another "
