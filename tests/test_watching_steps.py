@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim import optimizer as global_hooks
 
-from hookkit import ActivationStats, GradientStats, ParamStats, watch
+from hookkit import ActivationStats, Callback, GradientStats, ParamStats, watch
 from hookkit.errors import HookkitWarning
 
 
@@ -257,3 +258,21 @@ def test_every_that_passes_over_a_player_is_warned_of_with_one_that_does_not(mak
     seen = np.isfinite(recorder.record().value("grad_norm" if make is ParamStats else "rms"))
     assert w.n_steps == 80
     assert seen.any(axis=1).all()  # each parameter in some record
+
+
+def test_another_watch_can_begin_and_end_within_a_step():
+    model, others = net(), [net(), net()]
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    w = watch(others[0], torch.optim.SGD(others[0].parameters(), lr=0.1), ParamStats()).start()
+
+    def begin_and_end(cb: Any) -> None:  # as another thread may, while this one steps
+        w.stop()
+        watch(others[1], None, ParamStats()).start().stop()
+
+    with watch(model, opt, Callback(before_step=begin_and_end)) as outer, watch(model, opt):
+        model(torch.ones(2, 4)).sum().backward()
+        opt.step()
+
+    assert outer.n_steps == 1
+    assert not global_hooks._global_optimizer_pre_hooks
+    assert not global_hooks._global_optimizer_post_hooks

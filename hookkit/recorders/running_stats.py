@@ -76,6 +76,7 @@ class Entry(NamedTuple):
         counts: of the histogram; on a device the samples, a list.
         alive: (units,) bool, whether a value of the unit is above 0; None if units are not known.
         full: how many values are at the flat ends of a bounded activation; None of any other.
+        given: the RMS of what the layer was given, of each call.
     """
 
     row: Any = None
@@ -83,6 +84,7 @@ class Entry(NamedTuple):
     counts: Any = None
     alive: Any = None
     full: Any = None
+    given: tuple[Any, ...] = ()
 
 
 Entries = dict[int, Entry]
@@ -127,8 +129,7 @@ class RunningStats:
         self._unscaled = False
         self._rows: dict[str, int] = {}
         self._dtypes: dict[int, torch.dtype] = {}
-        self._input_rms: list[tuple[int, Any]] = []  # row and RMS of each call
-        self._n_kept = 0  # how many of these are of batches that have ended
+        self._given: dict[int, tuple[Any, ...]] = {}  # by row the `given` of the first record
         self._lock = Lock()
         self._small = SmallArrays(self.options.eps, self.options.bins)
         self._batch: Entries = {}
@@ -221,31 +222,31 @@ class RunningStats:
         if x is not None and x.numel():
             with torch.inference_mode(False), torch.no_grad():
                 rms = norm(x) / math.sqrt(x.numel())
-            self._input_rms.append((row, rms))
+            with self._lock:
+                before = self._batch.get(row, Entry())
+                self._batch[row] = _merged(before, Entry(given=(rms,)))
 
     # --- steps
 
     def discard_batch(self) -> None:
         """Forgets the batch."""
         self._batch = {}
-        del self._input_rms[self._n_kept :]
 
     def end_batch(self) -> None:
         """Keeps the batch for its step."""
         self._step = _together(self._step, self._batch) if self._step else self._batch
-        self._batch, self._n_kept = {}, len(self._input_rms)
+        self._batch = {}
 
     def discard_step(self) -> None:
         """Forgets everything since the last `end_step`."""
-        self._step = {}
-        if not self.table.n_steps:  # inputs are those of the first record
-            self._n_kept = 0
-        self.discard_batch()
+        self._step, self._batch = {}, {}
 
     def end_step(self, step: int, epoch: int, iteration: int) -> None:
         """Ends the step: all that was seen since the last `end_step` is its record."""
         self.end_batch()
         entries, self._step = self._step, {}
+        if not self.table.n_steps:
+            self._given = {row: entry.given for row, entry in entries.items() if entry.given}
         sent = {row: e for row, e in entries.items() if isinstance(e.row, Tensor)}
         wait = _send(sent, self.options.bins) if sent else None
         # without `self`, which holds the table: the two would wait for the garbage collector
@@ -329,12 +330,9 @@ class RunningStats:
 
     def _rms_by_name(self) -> dict[str, float]:
         """Return by name the RMS of each layer's inputs in the first record. Sync: once."""
-        self._input_rms = [(row, float(x)) for row, x in self._input_rms]
-        calls: dict[int, list[float]] = {}
-        for row, x in self._input_rms:
-            calls.setdefault(row, []).append(x)
+        self._given = {row: tuple(map(float, given)) for row, given in self._given.items()}
         # all calls count: the first may be fed zeros
-        return {self.names[row]: math.hypot(*x) / math.sqrt(len(x)) for row, x in calls.items()}
+        return {self.names[i]: math.hypot(*x) / math.sqrt(len(x)) for i, x in self._given.items()}
 
     def dead(self, name: str) -> Any:
         """Return (units,) bool of a layer's units over the window; None if they are not known."""
@@ -362,7 +360,8 @@ def _merged(a: Entry, b: Entry) -> Entry:
     counts = _joined(a.counts, b.counts, add)
     counts = counts[:_MOST_SAMPLES] if isinstance(counts, list) else counts
     row, full = _joined(a.row, b.row, _merged_rows), _joined(a.full, b.full, add)
-    return Entry(row, a.small + b.small, counts, units.either(a.alive, b.alive), full)
+    alive = units.either(a.alive, b.alive)
+    return Entry(row, a.small + b.small, counts, alive, full, a.given + b.given)
 
 
 def _joined(a: Any, b: Any, join: Callable[[Any, Any], Any]) -> Any:
@@ -399,6 +398,8 @@ def _numbers(
             more, in_bins = arrays.read(number)
             values = more if values is None else merge(values, more)
             counts = in_bins if counts is None else counts + in_bins
+        if values is None:  # it was given something, and gave nothing that can be read
+            continue
         numbers["moments"][row] = values
         if options.bins is not None:
             numbers["hist"][row] = counts

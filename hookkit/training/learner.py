@@ -27,7 +27,7 @@ from hookkit._core.modules import unwrap
 from hookkit._core.pytree import describe, tree_map
 from hookkit._core.random_state import preserve_random_state
 from hookkit.callbacks import DEFAULT_CALLBACKS, ProgressCallback, Recorder, SchedulerCallback
-from hookkit.callbacks.events import CANCEL_EXCEPTIONS, CANCELS
+from hookkit.callbacks.events import CANCEL_EXCEPTIONS, CANCELS, EVENTS
 from hookkit.callbacks.optimizers import (
     restore_settings,
     settings_of,
@@ -54,27 +54,8 @@ if TYPE_CHECKING:
     from hookkit.inspection.fastai_layout import SummaryText
 
 
-_LOOP = """
-before_fit
-  before_epoch
-    before_train
-      before_batch after_pred after_loss
-        before_backward after_cancel_backward after_backward
-        before_step after_cancel_step after_step
-      after_cancel_batch after_batch
-    after_cancel_train after_train
-    before_validate after_cancel_validate after_validate
-  after_cancel_epoch after_epoch
-after_cancel_fit after_fit
-"""
-
-
-_OF_A_PASS = (
-    *("dl", "xb", "yb", "pred", "loss", "loss_grad", "iter", "n_iter", "train_iter", "pct_train"),
-    *("training", "stepped", "steps_now", "autocast", "scaler", "eval_pass", "final_record"),
-    *("_device", "_by_keyword"),
-)
-"""Attributes that a pass without training sets, and that are put back after it."""
+_OF_CALLBACKS = ("cbs", "heard", "_past", "_hooking")
+"""Attributes that a pass without training does not put back: a callback of its may add others."""
 
 
 class Learner(Loop, Reportable):
@@ -504,7 +485,8 @@ class Learner(Loop, Reportable):
         Outside of a fit, the pass has the events of a fit and of an epoch around it, as in fastai.
         """
         with ExitStack() as undo:
-            undo.callback(vars(self).update, {name: getattr(self, name) for name in _OF_A_PASS})
+            before = {name: x for name, x in vars(self).items() if name not in _OF_CALLBACKS}
+            undo.callback(vars(self).update, before)
             for module in self.model.modules():
                 undo.callback(setattr, module, "training", module.training)
             silent = self.pause_recorders()  # the pass does not belong to a batch around it
@@ -777,10 +759,15 @@ class Learner(Loop, Reportable):
 
     def show_training_loop(self) -> PrettyString:
         """Return the loop as text: every event in its place, with the callbacks that have it."""
-        lines = []
-        for line in _LOOP.strip("\n").split("\n"):
-            heard = [f"{e}: {list(cbs)}" for e in line.split() if (cbs := self.ordered_cbs(e))]
-            lines += [" " * (len(line) - len(line.lstrip())) + one for one in heard]
+        lines, depth = list[str](), 0
+        for event in EVENTS[1:]:  # without `after_create`
+            ends = event.startswith("after_")
+            if cbs := self.ordered_cbs(event):
+                lines.append("  " * (depth - ends) + f"{event}: {list(cbs)}")
+            if not ends:
+                depth += 1
+            elif event.replace("after", "before") in EVENTS:
+                depth -= 1
         return PrettyString("\n".join(lines))
 
     @contextmanager
