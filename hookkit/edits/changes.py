@@ -246,23 +246,33 @@ def _for_each_sample(v: Tensor, x: Tensor) -> Tensor:
 
 
 def _stored(run: Hook | Hooks | Mapping[str, Any], module: nn.Module, hook: Any) -> Any:
-    """Return the other run's value of this layer: of the same module, else of the same name."""
+    """Return the other run's value of this layer.
+
+    The first that is there is taken: of the same module, or the same call of a function in the same
+    module; of the same name in the model, where names of functions' calls end with their number.
+
+    Args:
+        module: the layer that is edited; or a `FunctionCall`, which stands for one.
+        hook: the edit's hook; None if the change is called without one.
+    """
+    # a checkpoint runs the only call again: that is call 0, although it has been counted
     n = 0 if hook is None or (recomputing() and hook.n_calls == 1) else hook.n_calls
-    has_name = hook is not None and hook.name is not None and not hook.scope.names_are_positions
-    names = (hook.name, f"{hook.name}:{n}") if has_name else ()  # `:n` of a function's call
+    name = None if hook is None or hook.scope.names_are_positions else hook.name
+    names = () if name is None else (name, f"{name}:{n}")
     if isinstance(run, Mapping):
         labels = list(run)
-        values = [run[name] for name in names if name in run]
+        values = [run[key] for key in names if key in run]
     else:
         hooks, path = [run] if isinstance(run, Hook) else list(run), getattr(hook, "path", "")
         labels = [h.label for h in hooks]
         same = [h for h in hooks if h.module is module or _is_same_call(h, module, n)]
         same = same or [h for h in hooks if h.name in names and not h.scope.names_are_positions]
         values = [_value(h, n) for h in same if h.path == path]
+        # a part is also in what was stored of the whole
         values = values or [tree_get(_value(h, n), path) for h in same if not h.path]
     if not values:
         shown = ", ".join(labels[:4]) + (" …" if len(labels) > 4 else "")
-        why = "" if has_name else " A position in a list is no name."
+        why = " A position in a list is no name." if name is None else ""
         raise HookError(
             f"the other run has no value of this layer, only of {shown or 'none'}.{why} Capture it "
             "there, with the same select(model, …)."
