@@ -1,4 +1,4 @@
-"""Everything that changes what goes through a model, for the time of a `with`.
+"""Edits: change the values that go through a model, for the time of a `with`.
 
 Outputs, inputs, gradients      edit_output(s), edit_input(s), edit_grad(s)
 What functions return           edit_function; of attention, edit_attention

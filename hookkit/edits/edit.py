@@ -1,8 +1,8 @@
-"""Change what a layer gives, takes, or gets as gradient, for the time of a `with`.
+"""Change the output, the input or the gradient of a layer, for the time of a `with`.
 
-An edit is a hook that replaces what it sees and stores nothing: `Hooks(edit=True, keep="none")`.
-Hooks run in the order in which they were written: what captures a layer before the edit sees the
-layer's own output, what captures it after the edit sees the edited one.
+An edit is a hook that replaces the value it sees and stores nothing: `Hooks(edit=True,
+keep="none")`. Hooks run in the order in which they were written: a capture before the edit sees
+the layer's own output, a capture after it the edited one.
 
     with hook_output(layer) as own, edit_output(layer, zero()), hook_output(layer) as edited:
         model(x)
@@ -40,44 +40,45 @@ def edit_output(
 ) -> Hooks:
     """Replace what a module returns by what `f(module, input, output)` returns, inside a `with`.
 
-    The edit is on inside its `with` block alone, on all modules or none; the block's end warns of
-    layers that were never reached. In the block compiled models run eagerly. Activation
+    The edit is on inside its `with` block only, on all modules or none. The end of the block warns
+    of layers that were never reached. Compiled models run eagerly in the block. Activation
     checkpointing runs layers again in the backward pass: run that inside the block too, or its
     gradients are those of the layers without the edit.
 
-    `Hook(module, f, edit=True)` edits in the same way, from when it is made until `remove()`, and
-    stores the result; with `prepend=True` before the hooks that the module has. `edit_outputs` is
-    another name of this function.
+    `Hook(module, f, edit=True)` edits in the same way from when it is made until `remove()`, and
+    stores the result; with `prepend=True` it edits before the hooks that the module has.
+    `edit_outputs` is another name of this function.
 
     Args:
-        modules: one module (a Sequential is one, with what it returns itself); or several: an
-            iterable of modules, a ModuleList, or what `select` returns, which brings names and
-            paths: of `"lstm[0]"` only that tensor is given to `f`. One given twice is edited once.
-        f: gets the positional and keyword inputs as an `Inputs` tuple, and the live output; gives
-            the replacement, of the same structure, or None to leave it. A function of one argument
-            gets the output alone. Or a ready-made edit: `zero`, `scale`, `add`, `replace`,
-            `patch_from`. It must not write into the output. Or a dict with another edit for each
-            layer of a model, `{"blocks.3": add(v), "blocks.5": zero()}`, whose keys are what
-            `select` takes. Other layers are left alone.
+        modules: one module (a Sequential counts as one), or several: an iterable of modules, a
+            ModuleList, or what `select` returns, with its names and paths: for `"lstm[0]"` `f` gets
+            only that tensor. A module that is given twice is edited once.
+        f: `f(module, input, output)`, with the inputs as an `Inputs` tuple and the live output; or
+            `f(output)`. It returns the replacement, of the same structure, or None to change
+            nothing, and must not write into the output. Or a ready-made edit: `zero`, `scale`,
+            `add`, `replace`, `patch_from`. Or a dict with another edit for each layer of a model,
+            `{"blocks.3": add(v), "blocks.5": zero()}`, whose keys are what `select` takes. Other
+            layers are not changed.
         calls: which calls of a module are edited, by their number, from 0 in each `with`: a
             collection of numbers, one number, or a function `f(number)`; None edits all. In
-            `generate` 0 is the prompt, and each further call a token; give each its own `with`.
+            `generate` call 0 is the prompt and each further call a token; give each `generate` its
+            own `with`.
 
     Returns:
-        `Hooks` that store nothing, also for one module. `n_calls` counts the calls that reached
-        each layer (or the gradients), by its name or position; not those that a checkpoint
-        repeats, nor those of a compiled graph.
+        `Hooks` that store nothing, also for one module. `n_calls` counts the calls of each layer
+        (or its gradients), by its name or position, without those that a checkpoint repeats and
+        those of a compiled graph.
 
     Raises:
-        ArgumentError: `modules` holds something that is not a module; `f` is no function, or a
-            dict, and `modules` no model.
-        SelectionError: a key of `f` means no layer.
-        OptionError: no module is given; two keys of `f` mean one layer; `calls` has something that
-            is not the number of a call.
-        HookError: a module is scripted; later, in the forward: a replacement of another structure,
-            a ready-made edit of an object in which no tensor is found, or `calls` where numbers are
-            not known: in a compiled graph, and in a checkpoint's recomputation of several calls.
-            Where a ready-made edit does not fit, PyTorch's own error has a note with the layer.
+        ArgumentError: `modules` holds something that is not a module; `f` is not a function; or it
+            is a dict, and `modules` is not a model.
+        SelectionError: a key of `f` selects nothing.
+        OptionError: no module is given; two keys of `f` select one layer; `calls` holds something
+            that is not the number of a call.
+        HookError: a module is scripted. Later, in the forward: a replacement has another structure;
+            a ready-made edit finds no tensor; or `calls` is given where numbers are not known: in a
+            compiled graph, and in a checkpoint's recomputation of several calls. If a ready-made
+            edit does not fit, PyTorch's own error gets a note with the layer.
 
     >>> import torch
     >>> from hookkit.edits import zero
@@ -98,16 +99,16 @@ def edit_input(
     *,
     calls: Calls = None,
 ) -> Hooks:
-    """Replace what a module is called with by what `f(module, input)` returns.
+    """Replace the inputs of a module by what `f(module, input)` returns, inside a `with`.
 
-    `edit_inputs` is another name of it. Everything that is not said here is as in `edit_output`.
+    All else is as in `edit_output`. `edit_inputs` is another name of this function.
 
     Args:
         modules, calls: as in `edit_output`; paths are into the inputs.
-        f: gets an `Inputs`: a tuple of the positional inputs, keyword inputs by name
-            (`input["mask"]`, `input.kwargs`). It gives the one positional input, a tuple of as many
-            as there are (keyword inputs stay), an `Inputs` for all, or None. Or a ready-made edit,
-            or a dict of edits.
+        f: `f(module, input)` or `f(input)`, with an `Inputs`: a tuple of the positional inputs,
+            keyword inputs by name (`input["mask"]`, `input.kwargs`). It returns the one positional
+            input, a tuple of as many as there are (keyword inputs stay), an `Inputs` for all, or
+            None. Or a ready-made edit, or a dict of edits.
 
     Returns:
         `Hooks` that store nothing, as `edit_output`.
@@ -124,16 +125,16 @@ def edit_input(
 def edit_grad(modules: nn.Module | Modules, f: Function | Mapping[str, Function]) -> Hooks:
     """Replace the gradient of each tensor that a module returns by what `f(module, grad)` returns.
 
-    Backward goes on from there with the replacement. Forward and backward have to run inside the
-    block. It sees the gradient after the edits and hooks that were written before it, and after
-    those on a module inside that gives the same tensor. `edit_grads` is another name of it.
-    Everything that is not said here is as in `edit_output`.
+    The backward pass goes on with the replacement. Forward and backward have to run inside the
+    block. `f` sees the gradient after the edits and hooks that were written before it, and after
+    those on an inner module that returns the same tensor. All else is as in `edit_output`.
+    `edit_grads` is another name of this function.
 
     Args:
         modules: as in `edit_output`.
-        f: is called for each tensor of the output by itself, when its gradient arrives, and gives a
-            tensor of its shape, or None; it must not write into the gradient. Or a ready-made edit,
-            or a dict of edits.
+        f: `f(module, grad)` or `f(grad)`, called for each tensor of the output when its gradient
+            arrives. It returns a tensor of the same shape, or None, and must not write into the
+            gradient. Or a ready-made edit, or a dict of edits.
 
     Returns:
         `Hooks` that store nothing; `n_calls` counts the gradients that were edited.
@@ -163,21 +164,21 @@ def edit_function(
 ) -> FunctionHooks:
     """Replace what calls of the torch function `f` return, for the time of a `with`.
 
-    A head inside fused attention is ablated so: what `F.scaled_dot_product_attention` returns has
-    the heads as a dimension, (batch, head, position, channel). In `generate` models with grouped
-    queries pack heads, of which a warning tells; there edit the input of the output projection:
-    `edit_input(attn.o_proj, …)`.
+    The example ablates a head inside fused attention: the output of
+    `F.scaled_dot_product_attention` is (batch, head, position, channel). In `generate` models with
+    grouped queries pack their heads, and a warning says so; then edit the input of the output
+    projection, `edit_input(attn.o_proj, …)`.
 
-    Which calls are seen is described at `hook_function`. To edit a call that works in place or has
-    `out=` is an error.
+    `hook_function` says which calls are seen. To edit a call that works in place or has `out=` is
+    an error.
 
     Args:
         f, within: as for `hook_function`.
-        edit: `edit(call, inputs, output)`, or of one argument, the output; gives the replacement,
-            of the same structure, or None to leave it. Or a ready-made edit: `zero`, `scale`,
-            `add`, `replace`, `patch_from` (from what `hook_function` stored, call by call).
-        inputs: edits what the function is called with: `edit(call, inputs)`, see `edit_input`.
-        grad: edits the gradients of what it returns: `edit(call, grad)`, see `edit_grad`.
+        edit: `edit(call, inputs, output)` or `edit(output)`. It returns the replacement, of the
+            same structure, or None to change nothing. Or a ready-made edit: `zero`, `scale`, `add`,
+            `replace`, `patch_from` (from what `hook_function` stored, call by call).
+        inputs: edits the inputs of the function instead: `edit(call, inputs)`, see `edit_input`.
+        grad: edits the gradients of its outputs instead: `edit(call, grad)`, see `edit_grad`.
         calls: which calls are edited, by the number that `hook_function` would give them in their
             module: a collection of numbers, one number, or a function `f(number)`; None: all.
 
@@ -186,9 +187,10 @@ def edit_function(
         `blocks.3.attn/softmax`. `n_calls` counts the calls of each.
 
     Raises:
-        ArgumentError: `f` is no function of torch; `edit` is no function.
-        OptionError: `inputs` and `grad` together; `calls` has something else than numbers of calls.
-        HookError: later, in the forward: a replacement of another structure; a call in place.
+        ArgumentError: `f` is not a function of torch; `edit` is not a function.
+        OptionError: `inputs` and `grad` are given together; `calls` holds something that is not the
+            number of a call.
+        HookError: later, in the forward: a replacement has another structure; a call is in place.
 
     >>> import torch
     >>> from hookkit.edits import zero
@@ -220,10 +222,10 @@ def edit_attention(
 ) -> FunctionHooks:
     """Replace the attention pattern of each attention in `within`, for the time of a `with`.
 
-    Attention whose pattern is edited is computed from it, `dropout(pattern) @ value`; all other
-    calls stay as they are, fused, and only these are seen by hooks on functions further out. Which
-    attention is seen, and how layers are named: see `hook_attention`. Around `generate`, `at`
-    counts the keys from the first token and the queries from the first of the call.
+    An edited attention is computed from its pattern, `dropout(pattern) @ value`; all other calls
+    stay as they are, fused, and hooks on functions further out see only these. `hook_attention`
+    says which attention is seen, and how layers are named. Around `generate`, `at` counts the keys
+    from the first token and the queries from the first one of the call.
 
         edit_attention(model, zero(at=(..., 7, 2)))             # the edge from query 7 to key 2
         edit_attention(model, replace(-math.inf, at=(..., 7, 2)), scores=True)  # the rest sums to 1
@@ -232,9 +234,9 @@ def edit_attention(
 
     Args:
         within: as for `hook_attention`.
-        edit: `edit(call, inputs, output)`, or of one argument, the pattern: (batch, heads, queries,
-            keys); gives the replacement, or None to leave it. Or a ready-made edit.
-        scores: edits what the softmax is given instead: `edit(call, scores)`.
+        edit: `edit(call, inputs, pattern)` or `edit(pattern)`: (batch, heads, queries, keys). It
+            returns the replacement, or None to change nothing. Or a ready-made edit.
+        scores: edits the inputs of the softmax instead: `edit(call, scores)`.
         calls: which calls of each module are edited, as for `edit_output`: in `generate` 0 is the
             prompt.
 
@@ -242,10 +244,11 @@ def edit_attention(
         `FunctionHooks` that store nothing; `n_calls` counts the calls of each module.
 
     Raises:
-        ArgumentError: `within` holds no modules, or `edit` is no function.
-        OptionError: `calls` has something else than numbers of calls.
-        HookError: later, before the pattern is used: it gave another shape, or the attention has
-            not four dimensions. Where `at` is outside, PyTorch's own error, with a note.
+        ArgumentError: `within` holds no modules, or `edit` is not a function.
+        OptionError: `calls` holds something that is not the number of a call.
+        HookError: later, before the pattern is used: the edit returned another shape, or the
+            attention does not have four dimensions. If `at` is out of bounds, PyTorch's own error
+            gets a note.
 
     >>> import torch
     >>> from hookkit.edits import zero

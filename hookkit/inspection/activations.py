@@ -49,7 +49,7 @@ class RowFiles:
                     f"{cure}."
                 )
         for path in found:
-            path.unlink()
+            path.unlink(missing_ok=True)  # another run may do the same
 
     def add(self, name: str, rows: Tensor, ids: Tensor) -> None:
         """Append the rows that a layer gave for a batch, and their ids after the last layer's.
