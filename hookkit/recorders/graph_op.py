@@ -20,7 +20,7 @@ _receivers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary(
 
 
 def show_traced(receiver: Any, row: int, leaf: int, path: str, t: Tensor) -> None:
-    """Adds the operation to the graph that is traced; nothing while a model is exported."""
+    """Add the operation to the graph that is traced; nothing while a model is exported."""
     if call_kind() != "exported":
         torch.ops.hookkit.observe(t.detach(), receiver.token, receiver.id, row, leaf, path)
 

@@ -36,7 +36,7 @@ class KeptGradients:
         self._kept: list[Tensor | bool] = []  # for each step that is known
 
     def see_step(self, opt: Optimizer) -> None:
-        """Looks at an optimizer that is about to use the gradients that there are."""
+        """Look at an optimizer that is about to use the gradients that there are."""
         followed = self._followed.pop(opt, None)
         if followed is not None:
             followed.remove()
@@ -52,7 +52,7 @@ class KeptGradients:
                     break
 
     def remove(self) -> None:
-        """Takes the hooks off; can be called at any time, and twice."""
+        """Take the hooks off; can be called at any time, and twice."""
         for followed in self._followed.values():
             followed.remove()
         self._followed.clear()
@@ -83,7 +83,7 @@ class _Followed:
         self._p.register_post_accumulate_grad_hook(self._after)
 
     def _before(self, coming: Tensor) -> None:
-        """Compares what there is, to which a gradient is about to be added."""
+        """Compare what there is, to which a gradient is about to be added."""
         grad = self._p.grad
         if grad is None or self._left is None or _state(grad) != self._left:
             self.kept = False

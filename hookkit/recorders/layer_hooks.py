@@ -54,14 +54,14 @@ class LayerHooks(Switch):
         self._warned = False  # of several backward passes through one forward
 
     def remove(self) -> None:
-        """Removes the hooks from their modules; can be repeated."""
+        """Remove the hooks from their modules; can be repeated."""
         remove_all(self._handles)
         self._handles = []
 
     def attach_output_stats(
         self, module: nn.Module, row: int, path: str, function: Function | None
     ) -> None:
-        """Shows the tensors that a layer gives, or its output has at `path`; with `function`, what
+        """Show the tensors that a layer gives, or its output has at `path`; with `function`, what
         the user's `function(m, i, o)` returns.
         """
 
@@ -86,7 +86,7 @@ class LayerHooks(Switch):
         self._handles.append(attach(module, hook, switch=self))
 
     def attach_input_stats(self, module: nn.Module, row: int) -> None:
-        """Shows the tensors that a module is called with."""
+        """Show the tensors that a module is called with."""
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self.late and _counts(self.thread, module):
@@ -97,7 +97,7 @@ class LayerHooks(Switch):
     def attach_gradient_stats(
         self, module: nn.Module, row: int, path: str, function: Function | None
     ) -> None:
-        """Shows the gradients of a layer's output, or of its part at `path`; with `function`, what
+        """Show the gradients of a layer's output, or of its part at `path`; with `function`, what
         the user's `function(m, grad_inputs, grad_outputs)` makes of all gradients of a call.
         """
 
@@ -140,7 +140,7 @@ class LayerHooks(Switch):
     def _receive(
         self, row: int, paths: list[str], passes: dict[int, int], i: int, grad: Tensor
     ) -> None:
-        """Shows the gradient of tensor `i` of one call, if it is one of the loss.
+        """Show the gradient of tensor `i` of one call, if it is one of the loss.
 
         Warns of a second `backward()` through the same forward: only the sum of its two gradients
         is one sample, and computing it would need both in memory. `passes` has for each tensor the

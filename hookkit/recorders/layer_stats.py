@@ -69,7 +69,7 @@ class LayerStats(StepRecorder, HookCallback):
     # --- events
 
     def before_fit(self) -> None:
-        """Hooks the modules; what was recorded before stays, and is added to."""
+        """Hook the modules; what was recorded before stays, and is added to."""
         if self.learn.fitting:  # a validation must not change what was recorded
             self._begin_fit()
             self._batch = _Batch.IDLE
@@ -86,7 +86,7 @@ class LayerStats(StepRecorder, HookCallback):
             attach(module, running.row(name, class_name(module)), path, self._function)
 
     def before_batch(self) -> None:
-        """Decides whether this batch is recorded: all batches of one optimizer step, or none."""
+        """Decide whether this batch is recorded: all batches of one optimizer step, or none."""
         learn, hooks = self.learn, self.hooks
         if self._batch is not _Batch.IDLE:  # the batch before never ended, maybe after its step
             self._discard(stepped=learn.n_steps != self._asked)
@@ -94,24 +94,24 @@ class LayerStats(StepRecorder, HookCallback):
         self._batch, self._iteration = _Batch.OPEN, learn.train_iter
 
     def before_step(self) -> None:
-        """Notes that a step was tried: if none follows, AMP or a callback has skipped it.
+        """Note that a step was tried: if none follows, AMP or a callback has skipped it.
 
         A closure may evaluate many batches before its step is made.
         """
         self._batch = _Batch.OPEN if self.learn.in_closure else _Batch.TRIED
 
     def after_cancel_step(self) -> None:
-        """Notes a step that a callback skips: it records nothing, with a closure or without."""
+        """Note a step that a callback skips: it records nothing, with a closure or without."""
         self._batch = _Batch.TRIED
 
     def after_cancel_batch(self) -> None:
-        """Forgets a cancelled batch; in `watch` it is over with this."""
+        """Forget a cancelled batch; in `watch` it is over with this."""
         self._batch = _Batch.CANCELLED
         if self.hooks.on:
             self.running.discard_batch()
 
     def after_batch(self) -> None:
-        """Ends the step, or keeps this batch for it."""
+        """End the step, or keep this batch for it."""
         learn, running, on, batch = self.learn, self.running, self.hooks.on, self._batch
         self.hooks.on = False
         if batch is _Batch.CANCELLED:
@@ -136,7 +136,7 @@ class LayerStats(StepRecorder, HookCallback):
         self._batch = _Batch.IDLE
 
     def _discard(self, stepped: bool) -> None:
-        """Forgets a batch that was cut short, and its step too if that was made."""
+        """Forget a batch that was cut short, and its step too if that was made."""
         (self.running.discard_step if stepped else self.running.discard_batch)()
 
     def _is_known(self, learn: Any) -> bool:
@@ -144,7 +144,7 @@ class LayerStats(StepRecorder, HookCallback):
         return True
 
     def cleanup_fit(self) -> None:
-        """Takes the hooks off; a batch that was under way is forgotten."""
+        """Take the hooks off; a batch that was under way is forgotten."""
         super().cleanup_fit()
         self.hooks.on = False
         self.running.discard_step()
@@ -163,7 +163,7 @@ class LayerStats(StepRecorder, HookCallback):
 
     @property
     def stats(self) -> StatsList:
-        """Everything recorded, as in fastai, such as `stats[batch][layer]["mean"]`.
+        """Return everything recorded, as in fastai, such as `stats[batch][layer]["mean"]`.
 
         One entry per record and hooked module, in the order of `names`; NaN where a module did
         not run. All statistics of `record()` are there, and "hist", a (bins,) float tensor, if
@@ -343,7 +343,7 @@ class ActivationStats(LayerStats):
         self.hooks.on_inputs = None if self.table.n_steps else self.running.update_inputs
 
     def after_pred(self) -> None:
-        """Reads the graphs of two batches: who reads each layer, the order of weights, hidden ones.
+        """Read the graphs of two batches: who reads each layer, the order of weights, hidden ones.
 
         The model has returned: a layer that is called on its own now counts if it makes the loss.
         """
@@ -434,7 +434,7 @@ class GradientStats(LayerStats):
         self._noted: set[int] = set()  # ids of parameters whose gradients of this step were read
 
     def before_batch(self) -> None:
-        """Decides whether this batch is recorded, and finds the scale of its gradients."""
+        """Decide whether this batch is recorded, and find the scale of its gradients."""
         super().before_batch()
         if self.hooks.on:
             self._noted = set()
@@ -461,19 +461,19 @@ class GradientStats(LayerStats):
         return False
 
     def cleanup_fit(self) -> None:
-        """Takes the hooks off; a batch that was under way is forgotten."""
+        """Take the hooks off; a batch that was under way is forgotten."""
         super().cleanup_fit()
         self.running.unscale = self._found = self._scaled = None
 
     def after_step(self) -> None:
-        """Reads the gradients of the parameters, as the step used them."""
+        """Read the gradients of the parameters, as the step used them."""
         if self.of == "params" and self.recording and self.learn.stepped:
             params = list(self.learn.model.parameters())
             used = used_parameters(self.learn, {id(p) for p in params})
             self._read_gradients(p for p in params if id(p) in used)
 
     def _read_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Reads gradients that an optimizer has used, each once in a step."""
+        """Read gradients that an optimizer has used, each once in a step."""
         if self.of != "params" or not self.recording:
             return
         self.running.unscale = None  # what the step uses is not scaled

@@ -191,7 +191,7 @@ class SmallArrays:
         self._counts: Any = None
 
     def add(self, x: Any) -> int | None:
-        """Copies an array of any shape; returns its number, or None if there is no room for it."""
+        """Copy an array of any shape; return its number, or None if there is no room for it."""
         ends = self._ends
         start = ends[-1]
         end = start + x.size

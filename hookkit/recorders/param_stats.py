@@ -88,19 +88,19 @@ class ParamStats(StepRecorder):
 
     @property
     def names(self) -> list[str]:
-        """The names of the parameters, in the order of rows."""
+        """Return the names of the parameters, in the order of rows."""
         return list(self._facts)
 
     # --- events
 
     def before_fit(self) -> None:
-        """Begins to count steps; what was recorded before stays."""
+        """Begin to count steps; what was recorded before stays."""
         if self.learn.fitting:
             self._clear()
             self._begin_fit()
 
     def before_step(self) -> None:
-        """Copies the weights, if this step is recorded."""
+        """Copy the weights, if this step is recorded."""
         learn = self.learn
         n_steps = learn.n_steps
         if (learn.in_closure and self._copied_at == n_steps) or not self._is_due(n_steps):
@@ -121,7 +121,7 @@ class ParamStats(StepRecorder):
     _before_closure = before_step
 
     def _follow(self, learn: Any, key: list[Any]) -> None:
-        """Looks up names, classes and groups, and copies the weights."""
+        """Look up names, classes and groups, and copy the weights."""
         groups = [(opt, g) for opt in learn.opts for g in opt.param_groups]
         owned = {id(p): i for i, (_, g) in enumerate(groups) for p in g["params"]}
         named, facts = list(named_parameters(learn.model)), {**self._facts}
@@ -149,7 +149,7 @@ class ParamStats(StepRecorder):
         self._facts, self._followed = facts, _Followed(key, named, facts)
 
     def after_step(self) -> None:
-        """Measures the step."""
+        """Measure the step."""
         learn, followed = self.learn, self._followed
         if not learn.stepped:
             return
@@ -177,7 +177,7 @@ class ParamStats(StepRecorder):
             self._followed.read_gradients({id(p) for p in parameters})
 
     def cleanup_fit(self) -> None:
-        """Gives back the copy of the weights."""
+        """Give back the copy of the weights."""
         self._written = self._writes()
         self._clear()
 
@@ -302,7 +302,7 @@ class _Followed:
 
     @torch.no_grad()
     def copy(self) -> bool:
-        """Copies the values, unless they have other shapes, devices or dtypes: then returns False.
+        """Copy the values, unless they have other shapes, devices or dtypes: then return False.
 
         Begins a step.
         """
@@ -320,7 +320,7 @@ class _Followed:
 
     @torch.no_grad()
     def read_gradients(self, ids: set[int]) -> None:
-        """Takes the norms of the gradients of these parameters, once in a step."""
+        """Take the norms of the gradients of these parameters, once in a step."""
         copies: list[Tensor] = []
         small: list[Tensor] = []
         others: list[int] = []

@@ -93,7 +93,7 @@ class TrainingProbes:
         self._n_classes = 0
 
     def see_batch(self, xb: Any, training: bool = True) -> None:
-        """Looks at a forward with gradients as it begins.
+        """Look at a forward with gradients as it begins.
 
         Args:
             xb: what the model is given, any structure.
@@ -113,7 +113,7 @@ class TrainingProbes:
     def see_scores(
         self, loss_func: Any, pred: Any, fed: bool = True, found: Tensor | None = None
     ) -> None:
-        """Looks at what the model returned, still in its graph, before the backward pass if it can.
+        """Look at what the model returned, still in its graph, before the backward pass if it can.
 
         Args:
             loss_func: the loop's loss function, or None if it is not known.
@@ -140,7 +140,7 @@ class TrainingProbes:
             self._n_classes = self._n_classes or pred.shape[1]
 
     def _see_backward(self, thread: int, grads: Any) -> None:
-        """Looks at the loss as a backward pass, called by a thread, reaches the model's output."""
+        """Look at the loss as a backward pass, called by a thread, reaches the model's output."""
         if self._of_backward is None and (root := _root(thread)) is not None:
             self._of_backward = loss_facts(root.grad_fn)
             if self._model_returns and not is_found(root):
@@ -148,7 +148,7 @@ class TrainingProbes:
                 self._of_reported = None if self._reports_returned else self._of_reported
 
     def see_loss(self, loss: Tensor, params: Iterable[Tensor] = (), found: bool = False) -> None:
-        """Looks at the loss of a batch: the first one that has a graph is read.
+        """Look at the loss of a batch: the first one that has a graph is read.
 
         Args:
             loss: one number, live or detached.
@@ -162,12 +162,12 @@ class TrainingProbes:
                 self._weights = [(ref(p), mark) for p in params for mark in fingerprints([p])]
 
     def see_step(self, opt: Any) -> None:
-        """Looks at an optimizer that is about to step, with the gradients that there are."""
+        """Look at an optimizer that is about to step, with the gradients that there are."""
         self._weights = []
         self._kept.see_step(opt)
 
     def end_step(self) -> None:
-        """Ends a step: what comes now belongs to the next."""
+        """End a step: what comes now belongs to the next."""
         self._n_steps += 1
         self._n_eval += self._modes == {False}
         self._modes = set()
@@ -177,7 +177,7 @@ class TrainingProbes:
         self.done = self._n_steps >= MANY
 
     def remove(self) -> None:
-        """Takes off what was attached, as the loop ends; can be called at any time, and twice."""
+        """Take off what was attached, as the loop ends; can be called at any time, and twice."""
         self._kept.remove()
 
     def read(self, n_steps: int, under_way: bool = False) -> dict[str, Any]:

@@ -54,7 +54,7 @@ _MOST_SAMPLES = 64  # of a layer in a batch on a device: of more calls no sample
 
 @dataclass(frozen=True)
 class Options:
-    """What is counted.
+    """Say what is counted.
 
     Args:
         eps: a value of at most this size is near zero.
@@ -68,7 +68,7 @@ class Options:
 
 
 class Entry(NamedTuple):
-    """The numbers of a layer in a batch or a step; what is on a device stays there as tensors.
+    """Hold the numbers of a layer in a batch or a step; those on a device stay there as tensors.
 
     Args:
         row: its nine numbers; a tensor on a device, on CUDA the sums of `triton_rows`.
@@ -156,7 +156,7 @@ class RunningStats:
     # --- the batch
 
     def update(self, row: int, leaf: int, path: str, t: Tensor) -> None:
-        """Records `t`, leaf number `leaf` (called `path`) of what the layer in `row` gave.
+        """Record `t`, leaf number `leaf` (called `path`) of what the layer in `row` gave.
 
         Costs one read of `t`; returns at once on a GPU. In `torch.compile` one operation.
         """
@@ -216,7 +216,7 @@ class RunningStats:
         return Entry(moment, (), samples, alive, full)
 
     def update_inputs(self, row: int, inputs: Any) -> None:
-        """Keeps the RMS of the first tensor that a layer is given, if it has floats."""
+        """Keep the RMS of the first tensor that a layer is given, if it has floats."""
         t = None if is_transforming() else next(iter(tree_leaves(inputs)), None)
         x = plain(t) if t is not None and t.is_floating_point() else None
         if x is not None and x.numel():
@@ -229,20 +229,20 @@ class RunningStats:
     # --- steps
 
     def discard_batch(self) -> None:
-        """Forgets the batch."""
+        """Forget the batch."""
         self._batch = {}
 
     def end_batch(self) -> None:
-        """Keeps the batch for its step."""
+        """Keep the batch for its step."""
         self._step = _together(self._step, self._batch) if self._step else self._batch
         self._batch = {}
 
     def discard_step(self) -> None:
-        """Forgets everything since the last `end_step`."""
+        """Forget everything since the last `end_step`."""
         self._step, self._batch = {}, {}
 
     def end_step(self, step: int, epoch: int, iteration: int) -> None:
-        """Ends the step: all that was seen since the last `end_step` is its record."""
+        """End the step: all that was seen since the last `end_step` is its record."""
         self.end_batch()
         entries, self._step = self._step, {}
         if not self.table.n_steps:
@@ -340,7 +340,7 @@ class RunningStats:
         return self._units.dead(self._rows.get(name, -1))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: without the step under way, which is on its device."""
+        """Return the state for copies and pickles, without the step under way on its device."""
         self.table.settle()
         self._rms_by_name()
         gone = dict.fromkeys(("token", "unscale", "thread", "_lock", "_small"))
@@ -424,7 +424,7 @@ def _of_units(table: Any, types: Mapping[str, str], consumers: Mapping[str, Any]
 
 
 def _send(entries: Entries, bins: Any) -> Callable[[], Entries]:
-    """Sends entries to the host; returns a function that waits for them and returns them there."""
+    """Send entries to the host; return a function that waits for them and returns them there."""
     by_device: dict[torch.device, Entries] = {}
     for row, entry in entries.items():
         by_device.setdefault(entry.row.device, {})[row] = entry
@@ -452,7 +452,7 @@ def _send(entries: Entries, bins: Any) -> Callable[[], Entries]:
 
 
 def _send_from(entries: list[Entry], bins: Any) -> Callable[[], Tensor]:
-    """Sends the entries on one device as one tensor: rows, counts, living units, full values."""
+    """Send the entries on one device as one tensor: rows, counts, living units, full values."""
     device = entries[0].row.device
     with torch.inference_mode(False), torch.no_grad():
         rows = torch.stack([entry.row for entry in entries])

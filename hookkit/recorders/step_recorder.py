@@ -71,7 +71,7 @@ class StepRecorder(Reportable, Callback):
         self._missed = dict[int, str]()  # class names of those that made another step, by id
 
     def _begin_fit(self) -> None:
-        """Begins to count steps. What was recorded before stays."""
+        """Begin to count steps. What was recorded before stays."""
         if self.every == "auto" and ranks.is_distributed():
             raise OptionError(
                 f'{type(self).__name__}(every="auto"): each process would choose steps of its own, '
@@ -155,7 +155,7 @@ class StepRecorder(Reportable, Callback):
         return record
 
     def _gather(self) -> None:
-        """Merges what all ranks recorded, for `record()`: each of them has to call.
+        """Merge what all ranks recorded, for `record()`: each of them has to call.
 
         Raises:
             HookError: on every rank, if they recorded different steps or with other options.

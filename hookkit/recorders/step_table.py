@@ -97,14 +97,14 @@ class StepTable:
     # --- writing
 
     def later(self, place: Place, read: Callable[[], Numbers]) -> None:
-        """Adds a step whose numbers may be on their way from a device: `read` returns them."""
+        """Add a step whose numbers may be on their way from a device: `read` returns them."""
         self._waiting.append((place, read))
         self.n_steps += 1
         if len(self._waiting) >= WAIT:  # the device may still compute the newest
             self.settle(keep=WAIT // 2)
 
     def settle(self, keep: int = 0) -> None:
-        """Reads the steps that wait, in order, except the `keep` newest."""
+        """Read the steps that wait, in order, except the `keep` newest."""
         while len(self._waiting) > keep:
             place, read = self._waiting.pop(0)
             self._append(place, read())
@@ -126,7 +126,7 @@ class StepTable:
         self._n = n + 1
 
     def _make_room(self, rows: int) -> None:
-        """Makes room for a column of so many rows: by more memory, and at `LIMIT` by halving."""
+        """Make room for a column of so many rows: by more memory, and at `LIMIT` by halving."""
         column = 32 + rows * sum(field.blank.nbytes for field in self.fields.values())
         most = max(LIMIT // column, 2)
         while self._n >= most:
@@ -140,7 +140,7 @@ class StepTable:
         self.rows, self._arrays, self._places = rows, arrays, places
 
     def _halve(self) -> None:
-        """Merges each column with its neighbour; of an odd number the last one stays as it is."""
+        """Merge each column with its neighbour; of an odd number the last one stays as it is."""
         half, odd = divmod(self._n, 2)
         arrays = {}
         for name, old in self._arrays.items():
@@ -183,7 +183,7 @@ class StepTable:
         return whole
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: all steps are read, and there is no room for more."""
+        """Return the state for copies and pickles: all steps are read, without room for more."""
         self.settle()
         arrays = {name: array[: self._n].copy() for name, array in self._arrays.items()}
         return {**vars(self), "_arrays": arrays, "_places": self._places[: self._n].copy()}

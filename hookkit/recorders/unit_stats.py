@@ -146,7 +146,7 @@ class Units:
         return dim
 
     def after(self, alive: dict[int, Any], n: int) -> dict[int, float]:
-        """Adds record `n`; returns the share of dead units of each row that ran in it."""
+        """Add record `n`; return the share of dead units of each row that ran in it."""
         for row, found in alive.items():
             self._newer[row] = either(self._newer.get(row), found)
         shares = {row: float(self.dead(row).mean()) for row in alive}

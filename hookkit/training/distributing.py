@@ -30,19 +30,19 @@ class AccelerateCallback(Callback):
     _context: Any = None
 
     def before_batch(self) -> None:
-        """Opens accelerate's accumulation context."""
+        """Open accelerate's accumulation context."""
         self._context = self.learn.accelerator.accumulate(self.learn.model)
         self._context.__enter__()
         self.learn.steps_now = self.learn.accelerator.sync_gradients
 
     def after_batch(self) -> None:
-        """Closes that context."""
+        """Close that context."""
         context, self._context = self._context, None
         if context is not None:
             context.__exit__(None, None, None)
 
     def after_fit(self) -> None:
-        """Merges what all ranks have recorded, once, where each of them is."""
+        """Merge what all ranks have recorded, once, where each of them is."""
         if self.learn.fitting:
             self.learn.gather()
 

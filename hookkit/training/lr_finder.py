@@ -67,12 +67,12 @@ class LRFinder(Callback):
         self.stop_div, self.least = stop_div, math.inf
 
     def before_batch(self) -> None:
-        """Sets the learning rate of all groups."""
+        """Set the learning rate of all groups."""
         opt = self.learn.opt
         set_hyper(opt, "lr", [self.rates.pop()] * len(opt.param_groups))
 
     def after_batch(self) -> None:
-        """Ends the training if the loss is out of hand, or no rate is left to try."""
+        """End the training if the loss is out of hand, or no rate is left to try."""
         loss = self.learn.smooth_loss  # sync: one for each batch
         if loss is not None:
             self.least = min(self.least, loss)
@@ -82,7 +82,7 @@ class LRFinder(Callback):
             raise CancelFitException
 
     def before_validate(self) -> None:
-        """Leaves validation out."""
+        """Leave validation out."""
         raise CancelValidException
 
 

@@ -30,11 +30,11 @@ class Keep(Callback):
         self.batches: list[tuple[Any, ...]] = []
 
     def before_batch(self) -> None:
-        """Copies the input before the model can change it."""
+        """Copy the input before the model can change it."""
         self._x = tree_map(lambda t: t.detach().clone(), self.learn.x) if self.with_input else None
 
     def after_batch(self) -> None:
-        """Keeps the batch, unless it was cancelled before there was a prediction."""
+        """Keep the batch, unless it was cancelled before there was a prediction."""
         learn = self.learn
         if learn.pred is None:
             return

@@ -199,7 +199,7 @@ class WatchedLoop(Loop):
 
     @property
     def training(self) -> bool:
-        """Whether a training batch is open, and no other forward runs within it."""
+        """Return whether a training batch is open, and no other forward runs within it."""
         return self.state in TRAINING
 
     @property
