@@ -27,9 +27,10 @@ from hookkit.errors import ArgumentError, ModelRunError
 
 
 def to_device(x: Any, device: torch.device) -> Any:
-    """`x` with every tensor, and every object that has `.to`, on `device`; `x` if they are there.
+    """Return `x` with every tensor, and every object that has `.to`, moved to `device`.
 
-    Structures keep their type. So PyTorch Geometric's `Data`, or a batch of your own, is moved.
+    Structures keep their type, and `x` itself is returned if nothing has to be moved. PyTorch
+    Geometric's `Data` has `.to`, and a batch of your own may have it.
     """
     if isinstance(x, Tensor):
         return x if x.device == device else x.to(device, non_blocking=True)
@@ -64,11 +65,11 @@ def has_samples(x: Any) -> bool:
 
 
 def split_batch(batch: Any, n_inp: int | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """A batch as (inputs of the model, targets).
+    """Split a batch into (inputs of the model, targets), two tuples.
 
-    A tuple or list gives its first `n_inp` items (None: all but the last, if there are two or
-    more) and the rest. A mapping is what the model takes by keyword, and its own targets: it is
-    on both sides. Anything else is one input without targets.
+    The first `n_inp` items of a tuple or list are inputs (None: all but the last, if there are two
+    or more), the rest are targets. A mapping is returned on both sides, because the model takes it
+    by keyword and finds its targets in it. Anything else is one input without targets.
 
     >>> split_batch((1, 2, 3)), split_batch((1, 2, 3), 1), split_batch((1,))
     (((1, 2), (3,)), ((1,), (2, 3)), ((1,), ()))
@@ -98,7 +99,7 @@ def loss_in(output: Any) -> tuple[Tensor | None, bool]:
 
 
 def n_batches(loader: Any) -> int | None:
-    """`len(loader)`, the number of its batches; None if it has none, or one that raises."""
+    """Return `len(loader)`, the number of batches; None if the loader has no length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -106,7 +107,7 @@ def n_batches(loader: Any) -> int | None:
 
 
 def no_batches(what: str) -> str:
-    """The message for a loader that gave no batch."""
+    """Return the message for a loader that gave no batch."""
     return (
         f"{what} gave no batch. A generator can be read only once: give a list or a DataLoader; "
         f"and drop_last=True drops a dataset smaller than a batch."
@@ -114,7 +115,7 @@ def no_batches(what: str) -> str:
 
 
 def check_loader(role: str, loader: Any) -> None:
-    """Raises unless `loader` gives batches; the loaders of validation again and again."""
+    """Raise unless `loader` gives batches; a validation loader has to give them again and again."""
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     once = role in ("valid", "further") and isinstance(loader, Iterator)
     samples = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
@@ -129,9 +130,10 @@ def check_loader(role: str, loader: Any) -> None:
 
 
 def first_batch(loader: Any, name: str) -> Any:
-    """The first batch of `loader`; no random numbers move on and no worker is started.
+    """Return the first batch of `loader` without starting a worker; random states are restored.
 
-    Raises a ModelRunError, which calls the loader `name`, if there is none.
+    Raises:
+        ModelRunError: there is no batch; the message calls the loader `name`.
     """
     if type(loader) is DataLoader:  # a class of its own may make batches in its own way
         loader = copy.copy(loader)

@@ -1,12 +1,12 @@
-"""One check for each kind of argument: module, function, flag, number, choice, path.
+"""Check arguments: one function for each kind: module, function, flag, number, choice, path.
 
-Each returns the checked value, or raises before anything has changed. Its message says what was
+Each returns the checked value, or raises before anything has changed. The message says what was
 given, what was expected, and what to do. Every public function checks its arguments here, so that
-the same mistake gets the same message everywhere. Builds on `errors`.
+the same mistake gets the same message everywhere.
 
-All take `who`, the function or class called, and the argument's `name` and `value`; `hint` is what
-to do instead, if there is a likely mistake. A value that is no number or no choice raises
-`OptionError`, anything else `ArgumentError`.
+All take `who`, the function or class that the user called, and the argument's `name` and `value`;
+`hint` tells what to do instead, where a mistake is likely. A wrong number or choice raises an
+`OptionError`, anything else an `ArgumentError`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hookkit.errors import ArgumentError, OptionError
 
 
 def check_module(who: str, module: Any, hint: str = "") -> nn.Module:
-    """`module`, an nn.Module; raises for anything else, such as the class of one.
+    """Return `module`; raise unless it is an nn.Module.
 
     >>> check_module("edit_output", nn.ReLU)
     Traceback (most recent call last):
@@ -46,7 +46,7 @@ Call the class: ReLU(…).
 
 
 def check_flag(who: str, name: str, value: Any, hint: str = "") -> bool:
-    """`value`, True or False (also numpy's, and 0 or 1)."""
+    """Return `value` as True or False; it may be numpy's, or 0 or 1. Raise for anything else."""
     if isinstance(value, (bool, np.bool_)) or (is_whole(value) and value in (0, 1)):
         return bool(value)
     raise ArgumentError(
@@ -66,10 +66,11 @@ def check_number(
     whole: bool = False,
     what: str = "",
 ) -> Any:
-    """`value`, one number from `low` to `high`, above `above` and below `below`.
+    """Return `value`, a number from `low` to `high`, above `above` and below `below`; else raise.
 
-    An int if only `whole` numbers will do, else a float. `what` says in the message what the number
-    means: `"batches in one step"`.
+    Args:
+        whole: only whole numbers will do; the result is an int, otherwise a float.
+        what: tells in the message what the number means: `"batches in one step"`.
     """
     fits = is_whole(value) if whole else is_number(value)
     if fits and low <= value <= high and above < value < below:
@@ -82,7 +83,7 @@ def check_number(
 
 
 def check_choice(who: str, name: str, value: Any, choices: Collection[str]) -> Any:
-    """`value`, one of the strings `choices`; raises with the nearest of them."""
+    """Return `value`, one of the strings `choices`; else raise with the nearest of them."""
     if isinstance(value, str) and value in choices:
         return value
     near = nearest(value, choices, n=1) if isinstance(value, str) else []
@@ -92,7 +93,7 @@ def check_choice(who: str, name: str, value: Any, choices: Collection[str]) -> A
 
 
 def check_path(who: str, path: Any, name: str = "path") -> Path:
-    """`path`, a string or a path, as a `Path`; raises if it is empty or holds a null character."""
+    """Return `path`, text or a path, as a `Path`; raise if it is empty or has a null character."""
     if isinstance(path, (str, os.PathLike)):
         text = os.fspath(path)
         if isinstance(text, str) and text.strip() and "\0" not in text:
@@ -103,15 +104,16 @@ def check_path(who: str, path: Any, name: str = "path") -> Path:
 
 
 def check_function(who: str, f: Any, *arguments: str, name: str = "hook_func") -> Any:
-    """A function of `arguments`, such as `("module", "input", "output")`, made from the user's `f`.
+    """Return the user's `f` as a function of all `arguments`: `f` itself, or `OfLast(f)`.
 
-    One rule, decided when the function is registered: it gets all `arguments`; or only the last,
-    if it has one required parameter, or if Python cannot read its signature, as with many of
-    torch's own functions (`torch.mean`). One that can take all of them, and whose required
-    parameter is called `module` or `m`, gets all: `f(module, input=None, output=None)`.
+    One rule, decided when the function is registered. `f` gets all `arguments`, such as `("module",
+    "input", "output")`. It gets the last one alone if it has one required parameter, or if Python
+    cannot read its signature, as with many of torch's own functions (`torch.mean`). A function that
+    can take all of them, and whose required parameter is called `module` or `m`, gets all:
+    `f(module, input=None, output=None)`.
 
-    Returns `f`, or `OfLast(f)`, which passes the last argument on. Raises if `f` cannot be called,
-    is a class of modules, or takes other arguments.
+    Raises:
+        ArgumentError: `f` cannot be called, is a class of modules, or takes other arguments.
 
     >>> check_function("Hook", len, "module", "input", "output")(nn.ReLU(), (), [1.0, 2.0])
     2
@@ -146,7 +148,7 @@ Give f(module, input, output), or f(output).
 
 
 def check_callable(who: str, name: str, f: Any, cure: str = "a function") -> Any:
-    """`f`, None or something to be called, but no class of modules (`nn.MSELoss`, not called)."""
+    """Return `f` if it is None or can be called; raise for a class of modules, as `nn.MSELoss`."""
     is_module_class = isinstance(f, type) and issubclass(f, nn.Module)
     if f is None or (callable(f) and not is_module_class):
         return f
@@ -165,17 +167,17 @@ class OfLast:
         self.f = f
 
     def __call__(self, *arguments: Any) -> Any:
-        """`f` of the last of `arguments`."""
+        """Return `f` of the last of `arguments`."""
         return self.f(arguments[-1])
 
     @property
     def __name__(self) -> str:
-        """The name of `f`, for messages."""
+        """Return the name of `f`, for messages."""
         return getattr(self.f, "__name__", type(self.f).__name__)
 
 
 def kind_of(x: Any) -> str:
-    """What `x` is, in words: `a list`, `the class ReLU`, `None`."""
+    """Return the type of `x` in words: `a list`, `the class ReLU`, `None`."""
     if x is None:
         return "None"
     if isinstance(x, type):
@@ -185,7 +187,7 @@ def kind_of(x: Any) -> str:
 
 
 def is_number(x: Any) -> bool:
-    """Whether `x` is one real number, of Python or numpy; True and False are not.
+    """Return whether `x` is a real number of Python or numpy; True and False are not.
 
     >>> is_number(0.5), is_number(True), is_number("1")
     (True, False, False)
@@ -194,7 +196,7 @@ def is_number(x: Any) -> bool:
 
 
 def is_whole(x: Any) -> bool:
-    """Whether `x` is an integer of Python or numpy; True and False are not.
+    """Return whether `x` is an integer of Python or numpy; True and False are not.
 
     >>> is_whole(3), is_whole(3.0)
     (True, False)
@@ -203,7 +205,7 @@ def is_whole(x: Any) -> bool:
 
 
 def short_repr(x: Any, most: int = 60) -> str:
-    """`repr(x)` on one line of at most `most` characters."""
+    """Return `repr(x)` on one line of at most `most` characters."""
     try:
         text = x.__name__ if isinstance(x, type) else " ".join(repr(x).split())
     except Exception:  # a user's object may not print

@@ -1,4 +1,4 @@
-"""What differs between devices: the widest float, copies that need no waiting, the accelerator."""
+"""Answers that differ between devices: the widest float, copies to the host, the accelerator."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ WITHOUT_FLOAT64 = frozenset(("mps",))
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """float64, and float32 where a device has no float64, as Apple's MPS.
+    """Return float64; or float32 where a device has no float64, as Apple's MPS.
 
     >>> widest_float(torch.device("mps")), widest_float(torch.device("cpu"))
     (torch.float32, torch.float64)
@@ -18,7 +18,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def to_widest_float(t: Tensor) -> Tensor:
-    """`t` in the widest float of its device; the same object if it is in it.
+    """Return `t` in the widest float of its device; `t` itself if it is that already.
 
     >>> to_widest_float(torch.ones(2)).dtype
     torch.float64
@@ -27,9 +27,9 @@ def to_widest_float(t: Tensor) -> Tensor:
 
 
 def to_host_async(t: Tensor) -> Callable[[], Tensor]:
-    """Begins to copy `t` to the CPU; returns a function that waits for the copy and returns it.
+    """Begin to copy `t` to the CPU; return a function that waits for the copy and returns it.
 
-    A tensor on the CPU is returned as it is: give one that nobody writes to.
+    A tensor on the CPU is not copied: give one that nobody writes to.
 
     Args:
         t: strided, of any dtype, without gradient.
@@ -39,8 +39,9 @@ def to_host_async(t: Tensor) -> Callable[[], Tensor]:
     """
     if t.is_cpu:
         return lambda: t
-    # in PyTorch 2.11 to 2.13 copies from MPS that are not waited for can give other values
-    if t.device.type in ("meta", "mps"):  # of meta tensors that says that they have no values
+    # In PyTorch 2.11 to 2.13, copies from MPS that are not waited for can give other values. For a
+    # meta tensor PyTorch's own error says that it has no values.
+    if t.device.type in ("meta", "mps"):
         there = t.to("cpu")
         return lambda: there
     host = torch.empty_like(t, device="cpu", pin_memory=True)
@@ -56,7 +57,7 @@ def to_host_async(t: Tensor) -> Callable[[], Tensor]:
 
 
 def accelerator() -> str:
-    """The type of this machine's accelerator, as in `torch.device`, such as "cuda"; or "cpu".
+    """Return the type of this machine's accelerator for `torch.device`, as "cuda"; or "cpu".
 
     >>> accelerator() in ("cpu", "cuda", "mps", "xpu")
     True

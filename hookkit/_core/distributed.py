@@ -25,28 +25,28 @@ from hookkit.errors import HookError
 
 
 def is_distributed() -> bool:
-    """Whether there is a process group of at least two ranks."""
+    """Return whether there is a process group of at least two ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def rank() -> int:
-    """The number of this process, 0 when alone."""
+    """Return the number of this process, 0 when alone."""
     return dist.get_rank() if is_distributed() else 0
 
 
 def world_size() -> int:
-    """The number of processes, 1 when alone."""
+    """Return the number of processes, 1 when alone."""
     return dist.get_world_size() if is_distributed() else 1
 
 
 def rank_label() -> str:
-    """This process in words; "" when alone."""
+    """Return this process in words, such as "rank 0 of 2"; "" when alone."""
     return f"rank {rank()} of {world_size()}" if is_distributed() else ""
 
 
 @contextmanager
 def collective(doing: str, *, after_s: float = 10.0) -> Iterator[None]:
-    """Around collectives: says on stderr that it waits, and who failed to come if one fails.
+    """Open a block for collective operations: it says on stderr if it waits, and why one failed.
 
     Args:
         doing: what every rank has to do, and where this one is: "read `stored` of 'fc'".
@@ -78,12 +78,12 @@ def collective(doing: str, *, after_s: float = 10.0) -> Iterator[None]:
 
 
 def gather(x: Any, names: Sequence[str] | None = None) -> Any:
-    """`x` of all ranks, joined along dimension 0 in rank order; every rank gets the whole.
+    """Return `x` of all ranks, joined along dimension 0 in rank order, on every rank.
 
     Args:
         x: a tensor or any structure of tensors, whose batch sizes may differ from rank to rank; a
-            list as long as `names`, where they are given. Scalars become a vector of one a rank;
-            what is no tensor, such as a cache object, stays this rank's own.
+            list as long as `names`, where they are given. A scalar becomes a vector with one number
+            for each rank. Any other object, such as a cache, stays this rank's own.
         names: of the parts of `x`, the same on all ranks: values are joined by position.
 
     Returns:
@@ -115,7 +115,7 @@ def gather(x: Any, names: Sequence[str] | None = None) -> Any:
 
 
 def _check_alike(everyone: list[tuple[list[Any], list[str]]]) -> None:
-    """Raises a HookError that shows the first value that has another form on some rank."""
+    """Raise a HookError that shows the first value that has another form on some rank."""
     first = everyone[0][0]
     for i in range(max(len(forms) for forms, _ in everyone)):
         if any(forms[i : i + 1] != first[i : i + 1] for forms, _ in everyone):
@@ -130,9 +130,9 @@ def _check_alike(everyone: list[tuple[list[Any], list[str]]]) -> None:
 
 
 def gather_object(x: Any, group: Any = None) -> list[Any]:
-    """`x` of every rank as a list in rank order; any picklable object. Alone: `[x]`.
+    """Return `x` of every rank, any picklable object, as a list in rank order; `[x]` when alone.
 
-    Of the ranks of a process `group` if one is given, which alone have to call.
+    With a process `group`, of its ranks, which alone have to call.
 
     >>> gather_object("loss")
     ['loss']
@@ -145,7 +145,7 @@ def gather_object(x: Any, group: Any = None) -> list[Any]:
 
 
 def all_reduce_sum(t: Tensor) -> Tensor:
-    """The sum of `t` over the ranks, a new tensor like `t`. Alone: a copy of `t`.
+    """Return the sum of `t` over the ranks, a new tensor like `t`; a copy when alone.
 
     >>> all_reduce_sum(torch.tensor([1.0, 2.0]))
     tensor([1., 2.])
@@ -154,7 +154,7 @@ def all_reduce_sum(t: Tensor) -> Tensor:
 
 
 def all_reduce_max(t: Tensor) -> Tensor:
-    """The greatest of the ranks' values for each element of `t`, a new tensor. Alone: a copy.
+    """Return the largest of the ranks' values for each element of `t`, a new tensor.
 
     >>> all_reduce_max(torch.tensor([1.0, 2.0]))
     tensor([1., 2.])

@@ -1,4 +1,4 @@
-"""Files that are written whole: `atomic_write` replaces one, `append_lines` adds to one."""
+"""Write files whole: `atomic_write` replaces one, `append_lines` adds to one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import IO, Any
 
 @contextmanager
 def atomic_write(path: str | Path, *, text: bool = False) -> Iterator[IO[Any]]:
-    """A file to write to, which becomes `path` at the end of the `with` block.
+    """Open a file to write to, which becomes `path` at the end of the `with` block.
 
-    Until then it is `.hookkit-….tmp` in the same folder. After an error it is removed and the file
+    Until then it is `.hookkit-….tmp` in the same folder. After an error it is removed, and the file
     at `path` is unchanged; a process that is killed leaves it there. Missing parent folders are
-    made, a symbolic link is followed, an existing file keeps its permissions. What is no regular
-    file (`/dev/stdout`) is written to directly.
+    made, a symbolic link is followed, an existing file keeps its permissions. A device such as
+    `/dev/stdout` is written to directly.
 
     Args:
         path: of the file.
@@ -63,7 +63,7 @@ def _opened(path: Path, mode: str, text: bool) -> IO[Any]:
 
 
 def first_line(path: str | Path) -> str:
-    """The first line of a text file, without its end; "" if there is no file, or it is empty."""
+    """Return the first line of a text file, without its end; "" if the file is missing or empty."""
     path = Path(path)
     if not path.exists():
         return ""
@@ -72,10 +72,10 @@ def first_line(path: str | Path) -> str:
 
 
 def append_lines(path: str | Path, lines: Iterable[str]) -> None:
-    """Adds lines to a text file, each by one write: a killed process leaves whole lines.
+    """Add lines to a text file, each by one write, so that a killed process leaves whole lines.
 
-    Missing parent folders and the file are made. If the file ends within a line, a new one is
-    begun first.
+    Missing parent folders and the file are made. If the file ends within a line, that line is ended
+    first.
 
     Raises:
         OSError: as `open` does: a folder that cannot be written to, a full disk.
@@ -104,7 +104,7 @@ def append_lines(path: str | Path, lines: Iterable[str]) -> None:
 
 
 def check_zip(file: IO[bytes]) -> None:
-    """Raises ValueError unless each part of a zip file has its check sum."""
+    """Raise a ValueError if a member of a zip file fails its CRC."""
     with zipfile.ZipFile(file) as parts:
         if (bad := parts.testzip()) is not None:
             raise ValueError(f"{bad} has another check sum")

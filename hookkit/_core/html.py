@@ -3,8 +3,8 @@
 All HTML of hookkit is inside an element of class `hk`, and every rule of the style sheet begins
 with `.hk`, so it changes nothing else in a notebook. Grey tones and the four colours of severities
 are mixed with the text colour of the page around it, so that light and dark need no switch: a
-notebook's theme is often not that of the reader's system. No script, no outside file. Text is
-escaped here; `html` arguments are not.
+notebook's theme is often not that of the reader's system. There is no script and no outside file.
+Text is escaped here; `html` arguments are not.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ color:var(--soft)}
 
 
 def fragment(html: str) -> str:
-    """`html` as a notebook shows it: in an element of its own, with the style sheet."""
+    """Return `html` in an element of its own with the style sheet, for a notebook."""
     return f'{STYLE}<div class="hk">{html}</div>'
 
 
 def details(head: str, html: str, *, kind: str = "", is_open: bool = False) -> str:
-    """`html` that opens under a line: `head`, which is HTML too.
+    """Return `html` as an element that opens under its first line, `head`, which is HTML too.
 
     Args:
         kind: classes of the element: `"finding error"`.
@@ -80,7 +80,7 @@ def details(head: str, html: str, *, kind: str = "", is_open: bool = False) -> s
 
 
 def terms(pairs: Iterable[tuple[str, str]]) -> str:
-    """A list of terms, each with its description.
+    """Return a list of terms, each with its description, as HTML.
 
     >>> terms([("fix", "lr < 0.1")])
     '<dl><dt>fix</dt><dd>lr &lt; 0.1</dd></dl>'
@@ -89,9 +89,10 @@ def terms(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose first column names the rows; it scrolls by itself where the page is narrow.
+    """Return a table as HTML, whose first column names the rows.
 
-    Numbers are aligned on the right, words on the left. Without a `caption` (`""`) it has none.
+    It scrolls by itself where the page is narrow. Numbers are aligned on the right, words on the
+    left. An empty `caption` is left out.
     """
     rows = list(rows)
     columns = list(zip(*rows, strict=True)) or [()] * len(head)
@@ -115,7 +116,7 @@ def _row(cells: Sequence[str], side: Sequence[str]) -> str:
 
 
 def _is_words(cell: str) -> bool:
-    """Whether a cell is text: neither a number, such as 4.1 k, nor the mark of a missing one."""
+    """Return whether a cell is text: no number, such as 4.1 k, and no mark of a missing one."""
     try:
         float(cell.replace(",", "").rstrip(" kMGT"))
     except ValueError:
@@ -124,12 +125,12 @@ def _is_words(cell: str) -> bool:
 
 
 class Output:
-    """One output of a notebook's cell, redrawn in place."""
+    """Draws one output of a notebook's cell, again and again in the same place."""
 
     _handle: Any = None
 
     def show(self, html: str, text: str) -> None:
-        """Shows HTML, and the same as text where there is none, in the place of what it showed."""
+        """Show `html` in place of the last output; `text` where a front end shows no HTML."""
         from IPython.display import display
 
         data = {"text/html": html, "text/plain": text}
@@ -140,7 +141,7 @@ class Output:
 
 
 def in_notebook() -> bool:
-    """Whether this runs in a Jupyter kernel; IPython is not imported to find out."""
+    """Return whether this runs in a Jupyter kernel, without importing IPython."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and "IPKernelApp" in shell.config

@@ -1,4 +1,4 @@
-"""The modules of a model and their names, whatever wraps the model.
+"""Walk the modules of a model and their names, whatever wraps the model.
 
 PyTorch's `named_modules` hides the second name of a shared module and lets wrappers into the names
 (`_orig_mod.`, `module.`). Here a walk gives each place of a module, without what wrappers add.
@@ -25,7 +25,7 @@ _OBSERVERS = ("ObserverBase", "FakeQuantizeBase", "FakeQuantizerBase")
 
 
 def join(name: str, key: str) -> str:
-    """The dotted name of child `key` of the module called `name`.
+    """Return the dotted name of child `key` of the module called `name`.
 
     >>> join("", "conv1"), join("layer1", "0")
     ('conv1', 'layer1.0')
@@ -34,14 +34,14 @@ def join(name: str, key: str) -> str:
 
 
 def submodules(module: nn.Module) -> dict[str, nn.Module]:
-    """The module's direct children as they are registered, wrappers included, without `None`."""
+    """Return the direct children by key, as registered: wrappers included, without `None`."""
     # Private by its name: `Module._modules`, key → child, since torch 0.1. The public
     # `named_children()` leaves out second names of a child. A scripted module's has `items` only.
     return {key: child for key, child in module._modules.items() if child is not None}
 
 
 def wrappers(model: nn.Module) -> list[nn.Module]:
-    """`model` and what it wraps (compile, DDP, DataParallel, FSDP), outermost first."""
+    """Return `model` and the modules it wraps (compile, DDP, FSDP), outermost first."""
     wraps = isinstance(model, _WRAPPERS) or type(model).__name__ in _OTHER_WRAPPERS
     for key in (*_INNER, "module") if wraps else _INNER:
         if key in model._modules:
@@ -50,7 +50,7 @@ def wrappers(model: nn.Module) -> list[nn.Module]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside compile, DDP, DataParallel, FSDP, checkpoint and EMA wrappers.
+    """Return the user's own module inside compile, DDP, FSDP, checkpoint and EMA wrappers.
 
     Args:
         model: a model, wrapped or not.
@@ -69,9 +69,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of the user's class, also of a module that FSDP2 has sharded.
+    """Return the name of the user's class, also of a module that FSDP2 has sharded.
 
-    `fully_shard` makes a class of the module's own and `FSDPModule`, and puts it in its place.
+    `fully_shard` gives the module a new class, made from its own class and `FSDPModule`.
     """
     first, *others = type(module).__bases__
     sharded = first.__name__ == "FSDPModule" and others
@@ -79,15 +79,15 @@ def class_name(module: nn.Module) -> str:
 
 
 def is_parametrization(key: str, module: nn.Module) -> bool:
-    """True for the container that `torch.nn.utils.parametrize` puts into a module.
+    """Return True for the container that `torch.nn.utils.parametrize` puts into a module.
 
-    Its modules run at every access of the parameter, not where the model calls them.
+    The modules in it run at every access of the parameter, not where the model calls them.
     """
     return key == "parametrizations" and isinstance(module, nn.ModuleDict)
 
 
 def children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`(key, child)` of the direct children: unwrapped, without parametrizations."""
+    """Yield `(key, child)` of the direct children, unwrapped, without parametrizations."""
     for key, child in submodules(module).items():
         if not is_parametrization(key, child):
             yield key, unwrap(child)
@@ -96,7 +96,7 @@ def children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def walk(
     model: nn.Module, into: Callable[[nn.Module], bool] = lambda _: True
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """`(name, module, first)` for each place of a module, parents first, the root under `""`.
+    """Yield `(name, module, first)` for each place of a module, parents first, the root as `""`.
 
     `first` is False at the second and later places of a shared module, whose children are not
     walked again. Children of modules for which `into` is False are not walked at all.
@@ -117,7 +117,7 @@ def walk(
 
 
 def find(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
-    """`(canonical name, module)` of a dotted name, None if there is none such.
+    """Return `(name in the bare model, module)` of a dotted name; None if there is no such module.
 
     Parts that wrappers add to names (`_orig_mod`, `module`) are skipped where no child has such a
     name, so names from a wrapped model are valid for the bare one. But `module` at the end of a
@@ -138,11 +138,11 @@ def find(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
 
 
 def can_run(module: nn.Module) -> bool:
-    """True if PyTorch calls the module as a module, so that a hook on it can fire.
+    """Return True if PyTorch calls the module as a module, so that a hook on it can fire.
 
-    False for containers without a forward (ModuleList, ParameterDict and their like), for scripted
-    modules, which refuse hooks, and for the output projection of `nn.MultiheadAttention`, which
-    reads its weights and never calls it.
+    It is False for containers without a forward (ModuleList, ParameterDict and their like), for
+    scripted modules, which refuse hooks, and for the output projection of `nn.MultiheadAttention`,
+    whose weights are read without calling it.
     """
     if isinstance(module, (NonDynamicallyQuantizableLinear, torch.jit.ScriptModule)):
         return type(module).__name__ == "TopLevelTracedModule"
@@ -150,12 +150,12 @@ def can_run(module: nn.Module) -> bool:
 
 
 def calls_children(module: nn.Module) -> bool:
-    """False for modules that never call the ones inside: scripted ones and attention."""
+    """Return False for modules that never call their children: scripted ones and attention."""
     return not isinstance(module, nn.MultiheadAttention | torch.jit.ScriptModule)
 
 
 def is_observer(module: nn.Module) -> bool:
-    """True for a module that quantization puts into a layer to observe or round its values."""
+    """Return True for a module that quantization puts into a layer to observe or round values."""
     return any(base.__name__ in _OBSERVERS for base in type(module).__mro__)
 
 

@@ -1,9 +1,9 @@
-"""What a module takes and returns: its tensors listed, named, mapped, picked and described.
+"""Structures of tensors, as modules take and return them: list, map, read, replace, describe.
 
 Containers are tuples, namedtuples, lists, deques, dicts and other mappings (Hugging Face's
-ModelOutput too), dataclasses, PackedSequence and `Inputs`. Each keeps its type; anything else is
-passed on by reference. All of it is built on `tree_children` and `tree_rebuild`, which take a
-container apart and put it together again.
+ModelOutput too), dataclasses, PackedSequence and `Inputs`. Each keeps its type; any other object is
+passed on by reference. All functions are built on `tree_children` and `tree_rebuild`, which take a
+container apart and put it together again. The names are those of `torch.utils._pytree`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STEP = re.compile(rf"\.(\w+)|{BRACKET}", re.DOTALL)
 
 
 class Inputs(tuple[Any, ...]):
-    """What a module was called with: a tuple of the positional inputs, keyword inputs by name.
+    """Holds the inputs of a call: a tuple of the positional ones, with keyword inputs by name.
 
     `inputs[0]` is the first positional input, `inputs["mask"]` the keyword input `mask`, and
     `inputs.kwargs` the dict of all keyword inputs. Without keyword inputs it prints as the plain
@@ -67,14 +67,14 @@ class Inputs(tuple[Any, ...]):
 
 
 def is_container(x: Any) -> bool:
-    """Whether `tree_children` takes `x` apart; it may be empty."""
+    """Return whether `tree_children` takes `x` apart; `x` may be empty."""
     if dataclasses.is_dataclass(x):
         return not isinstance(x, (type, nn.Module))
     return isinstance(x, (tuple, list, deque, MutableMapping))
 
 
 def tree_children(x: Any) -> list[tuple[str, Any]]:
-    """The children of container `x` as (path step, child); empty for what is not a container."""
+    """Return the children of container `x` as (path step, child); [] if `x` is no container."""
     kind = type(x)
     if kind in PLAIN:
         return []
@@ -125,7 +125,7 @@ def tree_rebuild(x: Any, new: list[Any]) -> Any:
 
 
 def tree_leaves_with_path(x: Any, path: str = "") -> list[tuple[str, Tensor]]:
-    """The tensors in `x` with the Python path that reads each, as `x<path>`.
+    """Return the tensors in `x` with the Python path that reads each, as `x<path>`.
 
     >>> import torch
     >>> [p for p, _ in tree_leaves_with_path((torch.ones(2), {"a": [torch.ones(3)]}))]
@@ -139,7 +139,7 @@ def tree_leaves_with_path(x: Any, path: str = "") -> list[tuple[str, Tensor]]:
 
 
 def tree_leaves(x: Any) -> list[Tensor]:
-    """The tensors in `x`, in order, not copied; one that appears twice is listed twice.
+    """Return the tensors in `x`, in order, not copied; one that appears twice is listed twice.
 
     >>> import torch
     >>> [t.shape[0] for t in tree_leaves((torch.ones(2), {"a": torch.ones(3), "b": None}))]
@@ -153,8 +153,8 @@ def tree_leaves(x: Any) -> list[Tensor]:
 def tree_leaves_of_objects(x: Any, path: str = "", around: tuple[int, ...] = ()) -> Parts:
     """Return the tensors in `x` with their paths, also those in the attributes of objects.
 
-    An object without a tensor is a part itself, unless it is a number, a text or the like. Of a
-    PackedSequence everything is a part that says which sample a row is of.
+    An object without a tensor is listed itself, unless it is a number, a text or the like. A
+    PackedSequence is listed with the tensors that say which sample a row belongs to.
 
     >>> import torch
     >>> tree_leaves_of_objects((torch.ones(2), 3, {1}))
@@ -183,10 +183,10 @@ def tree_leaves_of_objects(x: Any, path: str = "", around: tuple[int, ...] = ())
 
 
 def tree_map(f: Callable[[Tensor], Any], x: Any, *, fresh: bool = False) -> Any:
-    """`x` with `f(t)` in the place of every tensor `t`; containers keep their types.
+    """Return `x` with `f(t)` in the place of every tensor `t`; containers keep their types.
 
-    A container in which nothing changed is the same object; with `fresh` one that can be changed is
-    another.
+    A container in which nothing changed is the same object. With `fresh`, a list, dict or other
+    container that can be changed is always a new one.
 
     >>> import torch
     >>> tree_map(lambda t: t.shape[0], (torch.ones(2), {"a": torch.ones(3), "b": None}))
@@ -209,7 +209,7 @@ def tree_map(f: Callable[[Tensor], Any], x: Any, *, fresh: bool = False) -> Any:
 
 
 def describe(x: Any) -> str:
-    """The shapes in `x` as text: `4×10`, `(4×10, (2×3, 2×3))`, `{'logits': 4×10}`.
+    """Return the shapes in `x` as text: `4×10`, `(4×10, (2×3, 2×3))`, `{'logits': 4×10}`.
 
     >>> import torch
     >>> describe((torch.ones(4, 10), {"n": 3, "h": torch.ones(())}, None))
@@ -235,7 +235,7 @@ def describe(x: Any) -> str:
 
 
 def is_path(path: str) -> bool:
-    """Whether `tree_get` can read `path`.
+    """Return whether `tree_get` can read `path`.
 
     >>> is_path("[0].h['x']"), is_path("[0"), is_path("")
     (True, False, True)
@@ -261,7 +261,7 @@ def tree_get(x: Any, path: str) -> Any:
 
 
 def canonical_path(path: str) -> str:
-    """`path` as `tree_leaves_with_path` writes it, whichever quotes it has.
+    """Return `path` as `tree_leaves_with_path` writes it, whichever quotes it has.
 
     >>> canonical_path('["logits"][0]')
     "['logits'][0]"
@@ -270,7 +270,7 @@ def canonical_path(path: str) -> str:
 
 
 def tree_set(x: Any, path: str, value: Any) -> Any:
-    """A copy of `x` in which `x<path>` is `value`; the rest is shared, the types are kept.
+    """Return a copy of `x` in which `x<path>` is `value`; the rest is shared, types are kept.
 
     Raises as `tree_get` if `x` has nothing there.
 

@@ -1,6 +1,6 @@
-"""Text that lines up: columns in a terminal, and short forms of numbers.
+"""Write text in columns of a terminal, and numbers in short forms.
 
-One character is one column.
+One character is taken for one column.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def clip(text: str, n: int) -> str:
-    """`text` in at most `n` columns; an ellipsis replaces what is cut.
+    """Return `text` in at most `n` columns; an ellipsis replaces what is cut.
 
     >>> clip("TransformerEncoder", 12)
     'Transformer…'
@@ -21,10 +21,10 @@ def clip(text: str, n: int) -> str:
 
 
 def escape_controls(text: str, n: int = 200) -> str:
-    """`text` on one line, with escapes for characters that control a terminal or reorder a line.
+    """Return `text` on one line, with its control characters escaped.
 
-    They can come from the names of a user's modules and classes. A text longer than `n` characters
-    loses its middle.
+    Characters that control a terminal or reorder a line can come from the names of a user's modules
+    and classes. A text longer than `n` characters loses its middle.
 
     >>> escape_controls("a\\x1b[31m\\nb\\u202e"), escape_controls("x" * 300, 9)
     ('a\\\\x1b[31m\\\\nb\\\\u202e', 'xxxx…xxxx')
@@ -37,7 +37,7 @@ def escape_controls(text: str, n: int = 200) -> str:
 
 
 def csv_line(cells: Iterable[Any]) -> str:
-    """A line of a CSV file, without its end: numbers to full precision, nothing for None.
+    """Return a line of a CSV file, without its end: numbers in full precision, nothing for None.
 
     >>> csv_line([1, 0.5, None, "a, b", "a\\nb"])
     '1,0.5,,"a, b","a\\nb"'
@@ -48,7 +48,7 @@ def csv_line(cells: Iterable[Any]) -> str:
 
 
 def wrap(parts: list[str], n: int, sep: str = " · ") -> list[str]:
-    """`parts` joined by `sep` into lines of at most `n` columns (a longer part stays whole).
+    """Join `parts` by `sep` into lines of at most `n` columns; a longer part stays whole.
 
     >>> wrap(["one", "two", "three"], 10)
     ['one · two', 'three']
@@ -63,7 +63,7 @@ def wrap(parts: list[str], n: int, sep: str = " · ") -> list[str]:
 
 
 def si(n: float) -> str:
-    """`n` in three digits with a unit of thousands: for counts too long to compare at a glance.
+    """Return `n` in three digits with a unit of thousands, so that counts compare at a glance.
 
     >>> [si(n) for n in (0, 999, 25_165_824, 4_089_184_256, 999_999)]
     ['0', '999', '25.2 M', '4.09 G', '1.00 M']
@@ -72,7 +72,7 @@ def si(n: float) -> str:
 
 
 def nbytes(n: float) -> str:
-    """`n` bytes in decimal units, three digits.
+    """Return `n` bytes in decimal units, three digits.
 
     >>> [nbytes(n) for n in (0, 520, 1_572_864, 86_120_000)]
     ['0 B', '520 B', '1.57 MB', '86.1 MB']
@@ -91,7 +91,7 @@ def _scaled(n: float, units: tuple[str, ...]) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """`part` of `whole` in whole percents, never rounded to all or to nothing.
+    """Return `part` of `whole` in whole percents, never rounded to all or to nothing.
 
     >>> percent(1, 1000), percent(999, 1000), percent(1, 2), percent(3, 3)
     ('<1%', '>99%', '50%', '100%')
@@ -103,7 +103,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """A duration as `MM:SS`, with hours when there are any.
+    """Return a duration as `MM:SS`, with hours when there are any.
 
     >>> format_time(75), format_time(3675)
     ('01:15', '1:01:15')

@@ -39,7 +39,7 @@ def hook_attention(
     hook: Callable[..., Any] | None = None,
     keep: str = "all",
 ) -> FunctionHooks:
-    """Stores the attention pattern of each attention in `within`, for the time of a `with`.
+    """Store the attention pattern of each attention in `within`, for the time of a `with`.
 
     Attention is `F.scaled_dot_product_attention`, fused or not; `nn.MultiheadAttention`, also in an
     encoder layer; and any softmax over the last of four dimensions, as eager attention has it (also
@@ -88,10 +88,10 @@ def hook_attention(
 
 
 def attention_weights(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str, Tensor]:
-    """The attention patterns of `model(*inputs, **kwargs)`, by the name of their layer.
+    """Run `model(*inputs, **kwargs)` and return its attention patterns by the name of their layer.
 
-    `hook_attention` around one forward, without gradients, in the mode that the model is in; hooks
-    and edits run too. Memory: all patterns at once.
+    The forward runs inside `hook_attention`, without gradients, in the mode that the model is in;
+    hooks and edits run too. Memory: all patterns at once.
 
     Args:
         model: any model.

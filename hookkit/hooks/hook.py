@@ -283,7 +283,7 @@ class Hook:
         return (new,) if isinstance(new, Tensor) else new  # else PyTorch reads its first rows
 
     def _listen(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """In the forward, set tensor hooks that receive the gradients of outputs (or inputs).
+        """Set tensor hooks, in the forward, that receive the gradients of outputs (or inputs).
 
         Returns:
             The output (or inputs) with views in the place of some tensors, or None.

@@ -1,4 +1,4 @@
-"""The parts that transformers have under other names in each family: `@resid`, `@attn`, `@mlp`."""
+"""Names for the parts that all transformers have: `@resid`, `@attn`, `@mlp`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ ROLES: dict[str, tuple[str, ...]] = {
         "@resid.#.{output.dense,fc2,linear2}",
     ),
 }
-"""Patterns of each role; the first that matches modules that run is meant.
+"""Glob patterns of each role; the first pattern that matches modules that run is used.
 
 `#` is the number of the block, and a pattern may begin with another role. `resid` is a block, which
-returns the residual stream; `attn` and `mlp` give what its self-attention and its feed-forward part
-add to that. So where such a module adds the stream itself (BERT, BLOOM), its last layer is meant,
-and hooks on the attention pattern take the block: `edit_attention(select(model, "@resid.3"), …)`.
-For a family that is missing: `ROLES["attn"] += ("@resid.#.my_attention",)`.
+returns the residual stream. `attn` and `mlp` return what the self-attention and the feed-forward
+part of a block add to the stream. Where such a module adds the stream itself (BERT, BLOOM), the
+role is its last layer; hooks on attention patterns then take the block:
+`edit_attention(select(model, "@resid.3"), …)`. Add a family that is missing by
+`ROLES["attn"] += ("@resid.#.my_attention",)`.
 """
 
 
 def patterns_of(text: str) -> Iterator[str]:
-    """The patterns that `@role`, `@role.3` or `@role.3.child` can mean, in order.
+    """Yield the glob patterns that `@role`, `@role.3` or `@role.3.child` can mean, in order.
 
     >>> list(patterns_of("@mlp.3.act"))[-1]
     '**.layer.3.{output.dense,fc2,linear2}.act'

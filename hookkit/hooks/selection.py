@@ -42,7 +42,7 @@ _DOT = re.compile(r"\.(?![^\[]*\])")  # not one inside brackets
 
 
 class Pick(NamedTuple):
-    """What a selector matches.
+    """Holds one module that a selector matches.
 
     Attributes:
         name: the module's name in the model.
@@ -59,7 +59,7 @@ class Pick(NamedTuple):
 
 
 class Selection(dict[str, nn.Module]):
-    """Selected modules by name, in the order of the selectors: a dict. What `select` returns.
+    """Holds the modules that `select` found: a dict by name, in the order of the selectors.
 
     Two entries can share a module: when they pick different parts of its output, or when both of
     its names were selected. `print` shows a line for each.
@@ -76,11 +76,11 @@ class Selection(dict[str, nn.Module]):
         self._places = {name: (pick.name, pick.path) for name, pick in picks.items()}
 
     def place(self, name: str) -> tuple[str, str]:
-        """The module's name in the model, and the path into its output that is meant, or ""."""
+        """Return the module's name in the model, and the path into its output, or ""."""
         return self._places[name]
 
     def path(self, name: str) -> str:
-        """The path into the module's output, such as `[0]` or `['logits']`; "" for all of it."""
+        """Return the path into the module's output, such as `['logits']`; "" for all of it."""
         return self._places[name][1]
 
     def __repr__(self) -> str:
@@ -91,7 +91,7 @@ class Selection(dict[str, nn.Module]):
         return f"Selection({few}{': ' if names else ''}{', '.join(names)})"
 
     def __str__(self) -> str:
-        """A line for each entry: name, class, and its name in the model if renamed."""
+        """Return a line for each entry: name, class, and if renamed the name in the model."""
         width = max(map(len, self), default=0)
         lines = []
         for name, module in self.items():
@@ -102,7 +102,7 @@ class Selection(dict[str, nn.Module]):
 
 
 def select(model: nn.Module, *what: Selector) -> Selection:
-    """The modules of `model` that the selectors `what` match, by name, in their order.
+    """Return the modules of `model` that the selectors match, by name, in the selectors' order.
 
     Each of `what` is one of
 
@@ -166,10 +166,10 @@ def select(model: nn.Module, *what: Selector) -> Selection:
 
 
 def leaf_modules(model: nn.Module) -> Selection:
-    """The modules that run and have none inside that does, in the model's order.
+    """Return the modules that run and hold no other module that runs, in the model's order.
 
-    Shared ones are given once. Left out are parametrizations, containers that are never called,
-    what is inside `nn.MultiheadAttention`, which calls no module, and observers of quantization: a
+    A shared module is listed once. Left out are parametrizations, containers that are never called,
+    the insides of `nn.MultiheadAttention`, which calls no module, and observers of quantization: a
     layer that holds some is a leaf. A model without children is its own leaf, `""`.
 
     Args:
@@ -193,7 +193,7 @@ def leaf_modules(model: nn.Module) -> Selection:
 
 
 def expand(pattern: str) -> list[str]:
-    """The patterns that `pattern` means, its braces expanded.
+    """Return the patterns that `pattern` stands for, with its braces expanded.
 
     >>> expand("attn.{q,k}_proj")
     ['attn.q_proj', 'attn.k_proj']
@@ -250,17 +250,18 @@ def _regex_of(glob: str, group: str = "(") -> str:
 
 
 def _globbed(root: nn.Module, pattern: str) -> Iterator[Pick]:
-    """The modules below `root` whose names match a glob without braces.
+    """Yield the modules below `root` whose names match a glob without braces.
 
-    The glob is matched key by key on the way down. So a module that is reached again with the same
-    part of the glob left to match is not walked again: it would give the same modules.
+    The glob is matched part by part on the way down. A module that is reached again with the same
+    rest of the glob is not walked again, as it would give the same modules: a chain of shared
+    modules has 2^depth names.
     """
     words = _DOT.split(pattern)
     matches = [compile_glob(word).fullmatch for word in words]  # `**` is any key too
     seen = set[tuple[int, frozenset[int]]]()
 
     def reached(at: set[int]) -> frozenset[int]:
-        """`at`, how many words are matched so far; a `**` may match no key, and is then passed."""
+        """Add to the numbers of matched words those after a `**` that matches no key."""
         for i, word in enumerate(words):
             if i in at and word == "**":
                 at.add(i + 1)
@@ -282,7 +283,7 @@ def _globbed(root: nn.Module, pattern: str) -> Iterator[Pick]:
 
 
 def _places(module: nn.Module, name: str = "", around: tuple[int, ...] = ()) -> Iterator[Pick]:
-    """Every name of every module, also the names in shared modules."""
+    """Yield every name of every module, also the names inside shared modules."""
     yield Pick(name, module)
     if id(module) not in around:  # a child can hold its parent
         for key, child in children(module):
@@ -290,28 +291,28 @@ def _places(module: nn.Module, name: str = "", around: tuple[int, ...] = ()) -> 
 
 
 class _Finder:
-    """What selectors match in one model; to look up a name it is not walked."""
+    """Finds the modules of one model that selectors match; walks the model only where it must."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.root = model, unwrap(model)
 
     @cached_property
     def places(self) -> list[Pick]:
-        """Every name of every module; a shared module that holds shared ones has many."""
+        """List every name of every module; a shared module that holds shared ones has many."""
         return list(_places(self.root))
 
     @cached_property
     def firsts(self) -> dict[int, Pick]:
-        """Each module under its first name, by its id."""
+        """Map the id of each module to the module under its first name."""
         return {id(m): Pick(name, m) for name, m, first in walk(self.root) if first}
 
     def everything(self) -> list[Pick]:
-        """Each module that runs, without the root unless there is no other."""
+        """Return each module that runs, without the root unless there is no other."""
         firsts = list(self.firsts.values())
         return _running(firsts[1:]) or firsts
 
     def of(self, what: Any) -> Iterator[Pick]:
-        """What one selector matches."""
+        """Yield the modules that one selector matches."""
         if isinstance(what, Selection):
             for name, m in what.items():
                 yield self.by_module(m)._replace(path=what.path(name), by_name=True, new_name=name)
@@ -338,7 +339,7 @@ class _Finder:
             yield from _running(picks)
 
     def by_module(self, module: nn.Module) -> Pick:
-        """A module of the model under its first name, a wrapper as what it wraps."""
+        """Return a module of the model under its first name; a wrapper stands for what it wraps."""
         inner = unwrap(module)
         if id(inner) not in self.firsts:
             raise SelectionError(
@@ -349,7 +350,7 @@ class _Finder:
         return self.firsts[id(inner)]
 
     def renamed(self, key: Any, new: Any) -> Pick:
-        """A dict's entry: the one module that `key` matches, under the name `new`."""
+        """Return the one module that `key` matches, under the name `new` that a dict gives it."""
         if not isinstance(new, str):
             raise ArgumentError(
                 f"select: a dict renames, {{selector: new name}}, and the new name of {key!r} is "
@@ -364,7 +365,7 @@ class _Finder:
         return picks[0]._replace(by_name=True, new_name=new)
 
     def by_text(self, text: str) -> list[Pick]:
-        """A name, glob or role, with a path into the output at its end if it has one."""
+        """Return the modules of a name, glob or role, which may end with a path into the output."""
         if place := find(self.model, text):
             return [Pick(*place, by_name=True)]
         path = _WITH_PATH.fullmatch(text)
@@ -386,7 +387,7 @@ class _Finder:
         raise no_such(what, text, names[1:] or names, "print(select(model)) lists all.")
 
     def matched(self, text: str) -> list[Pick]:
-        """What a name, glob or role matches, without a path; nothing is no error here."""
+        """Return the modules of a name, glob or role without a path; [] if there are none."""
         if text.startswith("@"):
             for picks in map(self.matched, patterns_of(text)):
                 if any(can_run(pick.module) for pick in picks):
@@ -402,12 +403,12 @@ class _Finder:
 
 
 def _running(picks: list[Pick]) -> list[Pick]:
-    """Those that were selected by name, or run; all if that is none (a pattern of containers)."""
+    """Drop modules that PyTorch never calls, unless they were named, or nothing else is left."""
     return [pick for pick in picks if pick.by_name or can_run(pick.module)] or picks
 
 
 def _test(what: Any) -> Any:
-    """`f(name, module)`: whether a regex, a class or a predicate matches the module."""
+    """Return `f(name, module)`, which tells whether a regex, class or predicate matches."""
     if isinstance(what, re.Pattern):
         return lambda name, _: name and what.search(name)
     if isinstance(what, type):
