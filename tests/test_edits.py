@@ -468,6 +468,28 @@ def test_an_edit_of_whole_tensors_takes_those_that_have_no_parts() -> None:
     torch.testing.assert_close(results[::2], results[1::2])
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's, on nested tensors
+def test_a_nested_tensor_is_patched_by_one_of_the_same_sizes() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 5, 8)
+    padding, shorter = (torch.arange(5) >= torch.tensor([[5], [n]]) for n in (3, 2))
+    first = [encoder.layers[0].linear1]
+
+    with torch.no_grad():
+        with hook_outputs(first) as clean:
+            wanted = encoder(x, src_key_padding_mask=padding)
+        with edit_outputs(first, zero()), edit_outputs(first, patch_from(clean)):
+            patched = encoder(x, src_key_padding_mask=padding)
+        with (
+            pytest.raises(HookError, match="the other run had"),
+            edit_output(first, patch_from(clean)),
+        ):
+            encoder(x, src_key_padding_mask=shorter)
+
+    assert clean[0].stored.is_nested
+    torch.testing.assert_close(patched, wanted)
+
+
 def test_a_packed_sequence_is_one_input() -> None:
     lstm = nn.LSTM(2, 3)
     packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])

@@ -206,7 +206,8 @@ def patch_from(
     def one(x: Tensor, v: Tensor) -> Tensor:
         if from_at is not None:
             return _for_each_sample(v[from_at], x[place])
-        return _for_each_sample(v, x)[place]
+        whole = _for_each_sample(v, x)
+        return whole if place is ... else whole[place]
 
     def operands(value: Any, module: nn.Module, hook: Any) -> list[Any]:
         return [one(x, v) for x, v in _pairs(value, _stored(run, module, hook))]
@@ -236,13 +237,17 @@ def _pairs(value: Any, t: Any) -> list[tuple[Tensor, Any]]:
 
 def _for_each_sample(v: Tensor, x: Tensor) -> Tensor:
     """Return `v` in the shape of `x`: `v` itself, or its one sample for all samples."""
-    if v.shape != x.shape and (v.shape[:1] != (1,) or v.shape[1:] != x.shape[1:]):
+    if x.is_nested or v.is_nested:  # its samples have sizes of their own
+        fits = x.is_nested and v.is_nested and [*map(len, x.unbind())] == [*map(len, v.unbind())]
+    else:
+        fits = v.shape == x.shape or (v.shape[:1] == (1,) and v.shape[1:] == x.shape[1:])
+    if not fits:
         raise HookError(
             f"the other run had {describe(v)}, and {describe(x)} is there: one sample is patched "
             "into several, one position is not. Capture the same positions, in generate with "
             'keep="all", or use replace(…).'
         )
-    return v.expand(x.shape)
+    return v if v.is_nested else v.expand(x.shape)
 
 
 def _stored(run: Hook | Hooks | Mapping[str, Any], module: nn.Module, hook: Any) -> Any:
