@@ -4,7 +4,7 @@ import os
 import pickle
 import resource
 from collections import UserDict
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,14 @@ import pytest
 import torch
 from hooked import fingerprint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from hookkit import Activations, Mean, TopK, collect, hook_output
 from hookkit.errors import (
@@ -466,18 +473,39 @@ def test_layers_that_give_no_rows_are_said(tmp_path: Path) -> None:
 # -- which samples the rows are
 
 
-@pytest.mark.parametrize("accumulate", [None, TopK(2), Mean()], ids=str)
-def test_ids_of_a_loader_that_shuffles_are_the_samples_or_a_warning(
-    accumulate: Any, tmp_path: Path
-) -> None:
-    to = {"out_dir": tmp_path} if accumulate is None else {"accumulate": accumulate}
-    data, needs_ids = loader(shuffle=True), not isinstance(accumulate, Mean)
+class Pairs(Sampler[list[int]]):
+    """A batch sampler of one's own."""
 
-    with pytest.warns(HookkitWarning, match="ids") if needs_ids else nullcontext():
-        collect(net(), data, "0", **to)
-    if accumulate is None:
-        acts = collect(net(), data, "0", tmp_path, ids=1, overwrite=True)
-        assert torch.equal(acts["0"][:], net()[0](inputs()).detach()[acts.ids - 100])
+    def __iter__(self) -> Any:
+        return iter([[5, 3], [0, 7]])
+
+
+DATA = TensorDataset(inputs(), torch.arange(11))
+IN_ANOTHER_ORDER: dict[str, Any] = {
+    "shuffle": DataLoader(DATA, 4, shuffle=True),
+    "subset": DataLoader(DATA, 4, sampler=SubsetRandomSampler([5, 3, 8])),
+    "ranks": DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 1, shuffle=False)),
+    "batches": DataLoader(DATA, batch_sampler=Pairs()),
+}
+
+
+@pytest.mark.parametrize("kind", IN_ANOTHER_ORDER)
+def test_ids_are_the_samples_numbers_or_a_warning(kind: str, tmp_path: Path) -> None:
+    data = IN_ANOTHER_ORDER[kind]
+
+    for to in ({"out_dir": tmp_path / "a"}, {"accumulate": TopK(2)}):
+        with pytest.warns(HookkitWarning, match="order of the data set.* Give ids="):
+            collect(net(), data, "0", **to)
+    acts = collect(net(), data, "0", tmp_path / "b", ids=1)
+    collect(net(), data, "0", accumulate=Mean())  # which has no ids
+    collect(net(), DataLoader(Stream(), 4), "0", tmp_path / "c")
+
+    assert torch.equal(acts["0"][:], net()[0](inputs()).detach()[acts.ids])
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        return iter(inputs())
 
 
 def test_rows_of_a_layer_that_gives_time_first_are_not_taken_for_samples(tmp_path: Path) -> None:

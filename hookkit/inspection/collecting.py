@@ -6,11 +6,12 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from hookkit._core.checks import check_flag, check_number
 from hookkit._core.messages import warn
@@ -57,8 +58,8 @@ def collect(
             position of an item of the batch, or a function of the batch.
         hook: `f(module, input, output)`, or `f(output)`; its result takes the place of the output.
         ids: the samples' ids, whole numbers: an item as for `mask`, which the model does not get.
-            By default their positions in the order of the loader; if that shuffles, a warning says
-            so.
+            By default their positions in the order of the loader; if that is not the order of the
+            data set, a warning says so.
         accumulate: `Mean()`, `Covariance()`, `TopK(k)`, or an object with `update(rows, ids)`: each
             layer's rows go to a copy of it.
         stop: ends each forward when all of `layers` have run; their first call counts.
@@ -94,13 +95,17 @@ def collect(
         )
     options = (rows, mask, hook, forward, stop, ids, max_rows, out_dir is not None)
     source = LayerRows("collect", model, loader, layers, *options)
-    shuffles = isinstance(getattr(loader, "sampler", None), RandomSampler)
-    if shuffles and ids is None and not isinstance(accumulate, Mean):
-        warn(
-            "collect: the loader shuffles, so the ids of the rows, which are positions in its "
-            "order, are not those of samples in the data set. Give ids=, an item of the batch with "
-            "the samples' numbers, or a loader with shuffle=False."
-        )
+    # type(): a subclass, or a batch sampler of the user's own, may give any order
+    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    if ids is None and not isinstance(accumulate, Mean) and isinstance(loader, DataLoader):
+        other = [s for s in samplers if type(s) not in (SequentialSampler, BatchSampler, NoneType)]
+        if other and not isinstance(loader.dataset, IterableDataset):
+            warn(
+                f"collect: the loader's {type(other[0]).__name__} does not give the samples in the "
+                "order of the data set, so the ids of the rows, which are positions in the "
+                "loader's order, are not the samples' numbers. Give ids=, an item of the batch "
+                "with these numbers, or a loader in order (shuffle=False)."
+            )
     files = None if out_dir is None else RowFiles(out_dir, overwrite, [*source.layers])
     each = {name: copy.deepcopy(accumulate) for name in source.layers}
     with preserve_state(model, observers=True):
