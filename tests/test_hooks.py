@@ -328,10 +328,7 @@ def test_nothing_is_kept_alive_without_the_garbage_collector(options: Any, x: Te
         gc.enable()
 
 
-# -- other ways to run a model ----------------------------------------------------------------
-
-
-# -- attach, tensors, everywhere --------------------------------------------------------------
+# -- attach, devices, checkpoints -------------------------------------------------------------
 
 
 def test_attach_ignores_what_the_function_returns_unless_it_edits(
@@ -388,20 +385,3 @@ def test_hook_fn_calls_the_function_and_stores(kind: dict[str, bool]) -> None:
     assert torch.equal(seen[0][2], given)
     assert seen[0][2].requires_grad == (not kind.get("detach", True))
     assert torch.equal(hook.stored, given * 2)
-
-
-def test_hook_fn_of_other_hooks_stores_or_returns_what_they_are_for() -> None:
-    m, x, y = nn.Linear(5, 3), (torch.randn(4, 5),), torch.randn(4, 3)
-    output, grads = hook_output(m), hook_output(m, grad=True)
-    inputs, into = hook_input(m), hook_input(m, grad=True)
-    edit = Hook(m, lambda m, i, o: o * 2, edit=True)
-
-    for hook in (output, grads, inputs, into):
-        hook.hook_fn(m, x, (y,) if hook is grads else y)
-        hook.remove()
-
-    assert torch.equal(output.stored, y)
-    assert torch.equal(grads.stored[0], y)
-    assert torch.equal(inputs.stored[0], x[0])
-    assert torch.equal(into.stored[0], x[0])
-    assert torch.equal(edit.hook_fn(m, x, y), y * 2)

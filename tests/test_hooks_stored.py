@@ -183,18 +183,6 @@ def test_hooks_whose_registering_is_interrupted_are_removed(
 # --- gradients
 
 
-def test_a_gradient_is_that_of_all_uses_of_the_tensor_as_retain_grad_gives_it() -> None:
-    cell, x = Gives(lambda x: ((c := x * 2).tanh(), c)), torch.ones(2, requires_grad=True)
-
-    with hook_output(cell, grad=True) as h:
-        out, c = cell(x)
-        c.retain_grad()
-        (out.sum() + 3 * c.sum()).backward()
-
-    torch.testing.assert_close(h.stored[1], c.grad)
-    torch.testing.assert_close(h.stored[0], torch.ones(2))
-
-
 def test_a_gradient_that_an_in_place_write_took_away_is_reported() -> None:
     x, row = torch.ones(2, 2, requires_grad=True), Gives(lambda x: (x * 2)[0])
 
