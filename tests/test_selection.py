@@ -93,6 +93,16 @@ def test_no_letter_of_a_glob_is_a_dot() -> None:
         select(net, "conv?0?")
 
 
+def test_characters_of_a_glob_are_themselves_but_for_a_range_and_an_exclamation_mark() -> None:
+    net = nn.ModuleDict({"a": nn.ReLU(), "^": nn.ReLU(), "!": nn.ReLU(), "b[": nn.ReLU()})
+
+    assert list(select(net, "[^a]")) == ["a", "^"]
+    assert list(select(net, "[!]")) == ["!"]
+    assert list(select(net, "b[[]")) == ["b["]
+    with pytest.raises(SelectionError, match=r'the glob "\[b-a\]" cannot be read: bad char'):
+        select(net, "[b-a]")
+
+
 def test_keys_with_quotes_and_brackets() -> None:
     net = nn.ModuleDict({"it's": nn.Identity(), "a[0]": nn.ReLU(), 'b"': nn.ReLU()})
 

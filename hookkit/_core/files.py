@@ -92,14 +92,17 @@ def append_lines(path: str | Path, lines: Iterable[str]) -> None:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(end - 1, 0))
         start = b"" if file.read(1) in (b"", b"\n") else b"\n"
+        written = 0
         try:
             for line in lines:
                 data = start + line.encode() + b"\n"
-                if file.write(data) < len(data):  # a full disk takes a part of it
+                n, start = file.write(data), b""
+                written += n
+                if n < len(data):  # a full disk takes a part of it
                     raise OSError(28, "No space left on device", str(path))
-                start = b""
         except BaseException:
-            file.truncate(end)
+            if file.seek(0, os.SEEK_END) == end + written:  # no other process has added lines
+                file.truncate(end)
             raise
 
 

@@ -221,7 +221,12 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
     >>> glob.fullmatch("a.b.conv1").groups(), glob.fullmatch("conv2").groups()
     (('a.b', '1'), (None, '2'))
     """
-    return re.compile(_regex_of(pattern))
+    try:
+        return re.compile(_regex_of(pattern))
+    except re.error as e:
+        raise SelectionError(
+            f'the glob "{pattern}" cannot be read: {e}. Write a range as in "[0-3]".'
+        ) from None
 
 
 def _regex_of(glob: str, group: str = "(") -> str:
@@ -241,8 +246,9 @@ def _regex_of(glob: str, group: str = "(") -> str:
         elif text == "?":
             regex += f"{group}[^.])"
         elif text[0] == "[":
-            chars = text[1:-1].replace("\\", r"\\")
-            regex += f"{group}[{'^' + chars[1:] if chars[0] == '!' else chars}])"
+            none_of = text[1] == "!" and len(text) > 3
+            chars = re.sub(r"([\\\[^&~|])", r"\\\1", text[1 + none_of : -1])
+            regex += f"{group}[{'^' * none_of}{chars}])"
         else:  # wildcards inside braces have no groups of their own
             either = [_regex_of(part, "(?:") for part in text[1:-1].split(",")]
             regex += f"{group}{'|'.join(either)})"
