@@ -484,24 +484,6 @@ def test_gradients_from_before_a_fit_are_no_part_of_its_first_step() -> None:
     assert trained(before=True).equal(trained(before=False))
 
 
-@pytest.mark.parametrize("fails", ["model", "loss_func", "opt.step"])
-def test_after_an_error_anywhere_the_next_fit_works(fails: str) -> None:
-    learn = quiet()
-    learn.create_opt()
-    owner, _, name = fails.rpartition(".")
-    target = getattr(learn, owner) if owner else getattr(learn, name)
-    method = name if owner else "forward"
-    vars(target)[method] = lambda *a: 1 / 0
-
-    with pytest.raises(ZeroDivisionError):
-        learn.fit(1)
-    assert (learn.fitting, learn.training, learn.pred) == (False, False, None)
-    del vars(target)[method]
-    learn.fit(1)
-
-    assert learn.n_steps == 3
-
-
 def test_what_goes_wrong_with_a_batch_is_said_beside_pytorchs_own_error() -> None:
     learn = plain(([(torch.ones(2, 5), torch.ones(2, 1))], None), mlp(1, 1), loss_func=nn.MSELoss())
     with pytest.raises(RuntimeError, match=r"mat1 and mat2") as caught:

@@ -258,20 +258,6 @@ def test_gradients_that_something_else_has_made_are_not_known(own):
     assert "kept_gradients" not in info_of(loop)
 
 
-def test_a_step_that_a_scaler_skips_is_none():
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-
-    def loop(model, opt, w):
-        for i in range(8):
-            loss = model(torch.randn(4, 4)).square().mean() * (torch.inf if i == 3 else 1)
-            scaler.scale(loss).backward()
-            scaler.step(opt)
-            scaler.update()
-            opt.zero_grad()
-
-    assert info_of(loop)["kept_gradients"] == [0, 6]
-
-
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_ctrl_c_as_a_gradient_is_followed_leaves_no_hook_on_a_parameter(monkeypatch, register):
     net = nn.Linear(2, 2)

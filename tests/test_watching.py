@@ -20,7 +20,7 @@ from hookkit.callbacks.events import (
 )
 from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.errors import HookError
-from hookkit.recorders import GradientStats, ParamStats
+from hookkit.recorders import ParamStats
 from hookkit.training import watch
 from hookkit.training.watch_checks import NEVER_SENT
 
@@ -159,28 +159,6 @@ def test_epoch_marks_at_the_top_or_the_bottom_are_the_same():
 
 
 # --- several optimizers, several models
-
-
-def test_an_optimizer_that_steps_more_rarely_than_another_is_recorded():
-    model, params, grads = net(1), ParamStats(), GradientStats(of="params")
-    often = torch.optim.SGD([model[0].weight, model[2].weight], lr=0.05)
-    rarely = torch.optim.AdamW([model[0].bias, model[2].bias])
-
-    with watch(model, [often, rarely], params, grads) as w:
-        for i, x in enumerate(batches(20)):
-            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
-            often.step()
-            often.zero_grad()
-            if i % 4 == 3:
-                rarely.step()
-                rarely.zero_grad()
-
-    record = params.record()
-    assert w.n_steps == len(record) == 20
-    for name, n in ("0.weight", 20), ("0.bias", 5), ("2.weight", 20), ("2.bias", 5):
-        assert (record.value("update_norm", name) > 0).sum() == n
-        assert np.isfinite(record.value("grad_norm", name)).sum() == n
-        assert np.isfinite(grads.record().value("rms", name)).sum() == n
 
 
 def test_another_watcher_another_model_and_copies_made_meanwhile_are_left_alone():

@@ -94,33 +94,6 @@ def test_a_fit_that_is_interrupted_has_a_row_for_the_epoch_that_it_was_in():
     assert ["valid_loss" in row for row in rows] == [True, False, True]
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("each", [1, 2])
-def test_the_losses_of_a_skipped_step_are_in_no_other(each: int, late: bool):
-    model, truth = net(1), []
-    opt, bad = sgd(model), batches(8)
-    bad[4][0, 0] = float("nan")
-
-    with watch(model, opt, FlightRecorder("skip")) as w:
-        for i, x in enumerate(bad):
-            loss = model(x).pow(2).mean()
-            (loss / each).backward()
-            if not late:
-                w.loss(loss)
-            if (i + 1) % each == 0:
-                opt.step()
-                opt.zero_grad()
-                assert len(w.losses) == w.n_steps  # reading changes nothing
-            if late:
-                w.loss(loss)
-            truth.append(loss.item())
-
-    good = np.reshape(truth, (-1, each)).mean(1)
-    np.testing.assert_allclose(w.losses, good[np.isfinite(good)], rtol=1e-6)
-    assert w.n_steps == 8 // each - 1
-    assert w.run_record().incidents[0].step == 4 // each
-
-
 def test_a_recorder_is_read_without_its_model():
     cbs = [ActivationStats(True, units=True), *recorders()[1:], FlightRecorder("report")]
     model = net(1)
