@@ -27,7 +27,7 @@ ROWS = [
 ROW = {name: i for i, row in enumerate(ROWS) for name in row}
 
 # The methods of `Run` import the files that do their work when they are called: those build on it.
-BUILT_ON_RUN = ("diagnosis", "plotting", *(f"records.{x}" for x in ("frames", "joining", "npz")))
+BUILT_ON_RUN = ("diagnosis", "plotting", *(f"records.{x}" for x in ("joining", "npz")))
 EXCEPTIONS = {("records/run.py", name) for name in BUILT_ON_RUN}
 
 ONE_IMPORTER = {"matplotlib": "plotting", "torch.distributed": "_core"}

@@ -78,3 +78,12 @@ def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
     return MissingExtraError(
         f'hookkit needs {package} to {purpose}: pip install "hookkit[{extra}]"'
     )
+
+
+def import_pandas() -> Any:
+    """Return pandas; raise a MissingExtraError without it."""
+    try:
+        import pandas as pd
+    except ImportError:
+        raise missing_extra("pandas", "pandas", "make a DataFrame") from None
+    return pd

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hookkit._core.messages import no_such
+from hookkit._core.messages import import_pandas, no_such
 from hookkit.errors import OptionError
 from hookkit.hooks.attach import Switch, attach
 from hookkit.hooks.calls import recomputing
-from hookkit.records.frames import pandas
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -215,7 +214,7 @@ class Localisation:
         Raises:
             MissingExtraError: pandas is not installed.
         """
-        return pandas().DataFrame([dataclasses.asdict(r) for r in self.rows])
+        return import_pandas().DataFrame([dataclasses.asdict(r) for r in self.rows])
 
     def to_dict(self) -> dict[str, Any]:
         """Return `verdict`, `first`, `rows` and `not_judged` as values that JSON can write.

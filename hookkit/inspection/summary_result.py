@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hookkit._core.messages import no_such
+from hookkit._core.messages import import_pandas, no_such
 from hookkit._core.text import nbytes, si
 from hookkit.inspection.summary_drawing import as_html, as_text
 from hookkit.inspection.summary_rows import Row, Totals
-from hookkit.records.frames import pandas
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -140,7 +139,7 @@ class Summary:
         """
         skip = ("shape", "in_shape", "total")
         rows = [{k: v for k, v in vars(r).items() if k not in skip} for r in self.rows]
-        return pandas().DataFrame(rows).set_index("name")
+        return import_pandas().DataFrame(rows).set_index("name")
 
     def text(
         self,

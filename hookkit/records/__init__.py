@@ -6,7 +6,6 @@ hand, pickled, saved, drawn and judged, long after the model is gone.
     plain     read-only arrays, equality, labels
     logs      what is new, sent to TensorBoard, a tracker, a file that grows
     run       Record, Run, Incident, and their methods; as_run of any source
-    frames    a run as a pandas DataFrame
     npz       a run in an .npz file
     joining   two runs as one: `run + later`
 """

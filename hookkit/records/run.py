@@ -16,7 +16,7 @@ import numpy as np
 
 from hookkit._core.checks import check_path
 from hookkit._core.files import atomic_write
-from hookkit._core.messages import no_such
+from hookkit._core.messages import import_pandas, no_such
 from hookkit.errors import ArgumentError, OptionError, SelectionError
 from hookkit.records.logs import send
 from hookkit.records.plain import Floats, Ints, PlainValue, label
@@ -66,9 +66,21 @@ class Reportable:
         Raises:
             MissingExtraError: pandas is not installed.
         """
-        from hookkit.records.frames import to_df
-
-        return to_df(as_run(self))
+        pd, frames = import_pandas(), []
+        for r in as_run(self).records:
+            rows, n = len(r.names), len(r)
+            for statistic, table in r.values.items():
+                columns = {
+                    "step": np.tile(r.steps, rows),
+                    "epoch": np.tile(r.epochs, rows),
+                    "layer": np.repeat(np.array(r.names, dtype=object), n),
+                    "kind": r.kind,
+                    "statistic": statistic,
+                    "value": table.ravel(),
+                }
+                frames.append(pd.DataFrame(columns))
+        names = ["step", "epoch", "layer", "kind", "statistic", "value"]
+        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=names)
 
     def to_csv(self, path: str | Path) -> Path:
         """Write that DataFrame as CSV; make missing parent folders; return the path."""
