@@ -22,7 +22,7 @@ from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.errors import ArgumentError, ModelRunError, OptionError
 from hookkit.hooks import Hook, Hooks, hook_output, hook_outputs
 from hookkit.inspection import layer_info, module_summary
-from hookkit.inspection.preserve import preserve_state, set_mode
+from hookkit.inspection.preserve import preserve_state
 from hookkit.inspection.summary_rows import share
 from hookkit.inspection.tracing import trace
 from hookkit.inspection.tree import Tree, numel
@@ -215,9 +215,7 @@ def dummy_eval(m: nn.Module, size: int | Iterable[int] | None = None, *, x: Any 
     torch.Size([1, 8, 30, 30])
     """
     inputs = _inputs("dummy_eval", m, size, x)
-    tree = Tree(m)
-    with preserve_state(tree, params=True, observers=True), torch.no_grad():
-        set_mode(tree, False)
+    with preserve_state(m, training=False, grad=False, params=True, observers=True):
         try:
             return m(*inputs, **inputs.kwargs)
         except Exception as e:

@@ -8,13 +8,25 @@ copy, so that closures, caches and hooks find what they refer to.
 from __future__ import annotations
 
 import copy
+import gc
+import random
+import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache, partial
-from types import GetSetDescriptorType, MemberDescriptorType, ModuleType
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from operator import is_
+from types import (
+    BuiltinFunctionType,
+    FrameType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    ModuleType,
+)
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +35,7 @@ from torch import Tensor, nn
 # lets a copy be made of a real tensor while the model runs on fake ones.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from hookkit._core.modules import join
 from hookkit._core.pytree import PLAIN, Inputs, tree_leaves, tree_map
 from hookkit._core.random_state import random_state
 from hookkit.hooks import Hook
@@ -36,26 +49,51 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 # Attributes that PyTorch gives every module: `Tree` has read the modules and tensors in them.
 _OF_TORCH = frozenset(vars(nn.Module()))
 _CONTAINERS = (OrderedDict, dict, list, set, deque)  # those that can be restored
-
-Restore = Callable[[], object]
+# What has a state of its own: how it is read, and how it is set.
+_VALUES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
+    np.random.Generator: (
+        lambda g: g.bit_generator.state,
+        lambda g, state: setattr(g.bit_generator, "state", state),
+    ),
+    np.ndarray: (np.ndarray.copy, np.copyto),
+}
+# Not looked into: these hold no state, or lead to the whole program.
+_CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, FrameType)
+_LIBRARIES = ("torch", "builtins", "abc", "typing")  # their classes hold no state of a model
+_MOST_OBJECTS = 2_000  # that are compared: an attribute may lead to the whole program
+_MOST_BYTES = 2**28  # of an array that is copied
 
 
 @contextmanager
 def preserve_state(
-    model: nn.Module | Tree, *, params: bool = False, observers: bool = False, watch: bool = True
-) -> Iterator[Callable[[Tensor], None]]:
+    model: nn.Module | Tree,
+    *,
+    training: bool | None = None,
+    grad: bool | None = None,
+    params: bool = False,
+    observers: bool = False,
+    watch: bool = True,
+) -> Iterator[State]:
     """Restore at the end, also after an error, what running `model` inside the block has changed.
 
     Restored are, for each module, also for one that is only held in an attribute:
 
-    - its mode, class, hooks and attributes; what the dicts, lists, sets and deques in them hold,
-      at any depth; the attributes of objects in them, but not of objects inside these; and the
-      state of a `torch.Generator`;
+    - its mode, class, hooks and attributes; in these, at any depth, what dicts, lists, sets and
+      deques hold, tensors, NumPy arrays, and random generators of PyTorch, Python and NumPy; and
+      the attributes of objects in them, but not of objects inside these;
     - its parameters and buffers, if they were replaced, materialised (lazy ones) or written, or
-      their `grad` or `requires_grad` was set; and other tensors in attributes.
+      their `grad` or `requires_grad` was set.
 
-    The grad mode and the random states of PyTorch, Python and NumPy are restored too. Attributes of
-    classes and of tensors, globals, closures, `__slots__` and what NumPy writes or draws are not.
+    The grad mode and the random states of PyTorch, Python and NumPy are restored too.
+
+    `State.not_restored` names what is not: iterators in attributes, arrays of more than 256 MiB,
+    and, if they have changed, objects inside objects, `__slots__`, attributes of the modules'
+    classes, and globals of the files that define these. Neither restored nor named are closures,
+    attributes of tensors, what NumPy writes into a parameter, and the insides of objects of
+    compiled libraries.
 
     hookkit's hooks that only observe are off inside it, so that captures and statistics do not see
     the run; so a forward that reads a capture of its own finds it empty. Edits, the user's own
@@ -63,57 +101,50 @@ def preserve_state(
 
     Args:
         model: a module, or its `Tree` if there is one already.
+        training: the mode of all modules inside the block; None leaves each its own.
+        grad: whether gradients are on inside the block; None leaves that as it is.
         params: copies everything now, which costs nothing for each operation. By default only
             buffers are, and other tensors before their first write; compiled code runs eagerly.
         observers: leaves the hooks that observe on.
-        watch: whether writes are seen here; if not, the caller reports them.
+        watch: whether writes are seen here; if not, the caller reports them to `before_write`.
 
     Yields:
-        A function that is called with a tensor before its memory is written.
+        The `State`.
 
     Cost: a copy of each buffer, and about 5 µs for each operation; with `params` a copy of each
     tensor instead. On a GPU each copy is compared at the end (one sync each).
 
     >>> net = nn.BatchNorm1d(3)
-    >>> with preserve_state(net):
-    ...     _ = net.eval().requires_grad_(False)
+    >>> with preserve_state(net, training=False):
+    ...     _ = net.requires_grad_(False)
     ...     net.running_mean += 1
     >>> net.training, net.weight.requires_grad, net.running_mean
     (True, True, tensor([0., 0., 0.]))
     """
     tree = model if isinstance(model, Tree) else Tree(model)
-    attributes = Attributes([*tree.wrappers, *tree.modules])
-    modules = attributes.modules
-    buffers = [t for m in modules for t in m.buffers(recurse=False)]
-    inside = [t for m in attributes.hidden for t in m.parameters(recurse=False)]
-    contents = Contents([*tree.tensors, *buffers, *inside, *attributes.tensors])
-    # kernels such as BatchNorm's write buffers unseen
-    for t in contents.tensors if params else buffers:
-        contents.copy(t)
+    state = State(tree, params)
     with ExitStack() as undo:
         undo.callback(torch.set_grad_enabled, torch.is_grad_enabled())
-        for restore in (random_state(), *attributes.generators, contents.restore):
-            undo.callback(restore)
+        undo.callback(random_state())
+        undo.callback(state.restore_tensors)
         for m in tree.scripted:
             undo.callback(setattr, m, "training", m.training)
-        undo.callback(attributes.restore)
-        for module in () if observers else modules:
+        undo.callback(state.restore_attributes)
+        for module in () if observers else state.modules:
             for table in [vars(module).get(name, {}) for name in _HOOKS]:
                 for key, hook in [*table.items()]:
                     if isinstance(hook, (Hook, AttachedFunction)) and hook.observes:
                         del table[key]
+        if training is not None:
+            for m in (*tree.wrappers, *tree.modules, *tree.scripted):
+                m.training = training
+        if grad is not None:
+            torch.set_grad_enabled(grad)
         if not params:
             undo.enter_context(layer_by_layer(always=True))  # compiled code would hide writes
             if watch:
-                undo.enter_context(_Writes(contents.copy))
-        yield contents.copy
-
-
-def set_mode(tree: Tree, training: bool | None) -> None:
-    """Put every module of `tree` into training or evaluation mode; None leaves all as they are."""
-    if training is not None:
-        for m in (*tree.wrappers, *tree.modules, *tree.scripted):
-            m.training = training
+                undo.enter_context(_Writes(state.before_write))
+        yield state
 
 
 # --- what a run writes
@@ -169,89 +200,192 @@ class _Writes(Operations):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-# --- attributes
+# --- what a model holds
 
 
-class Attributes:
-    """What modules hold in their attributes, so that it can be restored.
+class State:
+    """Holds what a run of a model can change, and restores it.
 
     Nothing of the user's runs: a dict that makes its values when they are read, an object that
     loads itself on access or a property would change, or do, something. So containers are read by
     the methods of Python's own classes, and objects by the dict of their attributes.
 
     Attributes:
-        modules: those given, and `hidden`: others that are found in attributes, and all in them.
-        tensors: those in attributes.
-        generators: functions that restore the random states found.
+        modules: the modules of the tree, and others that are found in attributes, with all inside.
+        tensors: the different ones, without lazy ones and those of inference mode, which nothing
+            outside of it can write; with the gradients of the parameters.
+        not_restored: names of attributes and globals that are not as they were; complete at the
+            end of the block.
     """
 
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self.modules, self.hidden = [*modules], list[nn.Module]()
-        self.tensors, self.generators = list[Tensor](), list[Restore]()
-        self._kinds, self._contents = list[tuple[nn.Module, type]](), list[Any]()
-        self._seen = {id(m) for m in modules}
-        for m in self.modules:  # grows
-            self._kinds.append((m, type(m)))
-            own = vars(m)
-            self._note(own)
-            for name, x in own.items():
-                (self._note if name in _OF_TORCH else self._walk)(x)
+    def __init__(self, tree: Tree, params: bool) -> None:
+        self.modules, self.not_restored = [*tree.wrappers, *tree.modules], list[str]()
+        self._classes = list[tuple[nn.Module, type]]()
+        self._containers = list[tuple[Any, Any, list[Any]]]()
+        self._values = list[tuple[Any, Callable[[Any, Any], object], Any]]()
+        self._objects = list[tuple[Any, list[Any], str]]()
+        self._bindings = list[tuple[Mapping[str, Any], dict[str, Any], str]]()
+        self._seen = {id(m) for m in self.modules}
+        self._names = {id(place.module): place.name for place in tree.firsts}
+        self._found, buffers = [*tree.tensors], [*tree.buffers]
+        n_of_tree = len(self.modules)
+        for i, m in enumerate(self.modules):  # grows
+            self._classes.append((m, type(m)))
+            if i >= n_of_tree:
+                self._found += m.parameters(recurse=False)
+                buffers += m.buffers(recurse=False)
+            self._save(vars(m))
+            for key, x in vars(m).items():
+                if key in _OF_TORCH:
+                    self._save(x)
+                elif type(x) not in PLAIN:
+                    self._walk(x, join(self._names.get(id(m), ""), key))
+        classes = {c for kind in {kind for _, kind in self._classes} for c in kind.__mro__}
+        classes = {c for c in classes if c.__module__.partition(".")[0] not in _LIBRARIES}
+        for c in classes:
+            self._bind(vars(c), c.__name__)
+        for name in {c.__module__ for c in classes} & sys.modules.keys():
+            self._bind(vars(sys.modules[name]), name)
+        every = {id(t): t for t in (*self._found, *buffers)}.values()
+        self._tensors = [
+            (t, type(t), t.data, t.requires_grad, t.grad if t.is_leaf else None) for t in every
+        ]
+        tensors = [*every, *(grad for *_, grad in self._tensors if grad is not None)]
+        # lazy ones have no memory, and nothing outside of inference mode can write those made in it
+        tensors = [t for t in tensors if not (nn.parameter.is_lazy(t) or t.is_inference())]
+        self._copies = list[tuple[Tensor, Tensor]]()
+        self._in_memory: dict[Any, list[Tensor]] = {}
+        for t in tensors:
+            self._in_memory.setdefault(storage_of(t)[0], []).append(t)
+        for t in tensors if params else buffers:  # kernels such as BatchNorm's write buffers unseen
+            self.before_write(t)
 
-    def _note(self, x: Any) -> list[Any]:
-        """Remember what `x` holds, if it is a container that can be restored, and return that."""
-        kind = next((c for c in type(x).__mro__ if c in _CONTAINERS), None)
-        if kind is None:
-            return []
+    def before_write(self, t: Tensor) -> None:
+        """Copy the model's tensors in the memory of `t`, unless that is done."""
+        if tensors := self._in_memory.pop(storage_of(t)[0], ()):
+            with _disable_current_modes():
+                self._copies += [(own, own.detach().clone()) for own in tensors]
+
+    def _save(self, x: Any) -> list[Any]:
+        """Save what `x` holds, if it is a container that can be restored, and return that."""
+        kind = type(x)
+        if kind not in _CONTAINERS:
+            kind = next((c for c in kind.__mro__ if c in _CONTAINERS), object)
+            if kind is object:
+                return []
         content = _content(x, kind)
-        self._contents.append((x, kind, content))
-        return content[1::2] if issubclass(kind, dict) else content
+        self._containers.append((x, kind, content))
+        return content
 
-    def _walk(self, x: Any) -> None:
-        """Note everything in `x`: containers at any depth, and objects, but none inside these."""
-        stack = [(x, True)]
+    def _walk(self, x: Any, name: str) -> None:
+        """Save what attribute `name` leads to: to be restored or, inside objects, compared."""
+        stack = [(x, 0)]  # with the number of objects around each
         while stack:
-            x, enter = stack.pop()
+            x, depth = stack.pop()
             kind = type(x)
-            if kind in PLAIN or id(x) in self._seen or issubclass(kind, type | ModuleType):
+            if kind in PLAIN or id(x) in self._seen or issubclass(kind, _CLOSED):
                 continue
+            self._seen.add(id(x))
             if issubclass(kind, Tensor):
-                self.tensors.append(x)
+                self._found.append(x)
             elif issubclass(kind, nn.Module):
-                new = [m for m in x.modules() if id(m) not in self._seen]
+                new = [m for m in x.modules() if m is x or id(m) not in self._seen]
                 new = [m for m in new if not isinstance(m, torch.jit.ScriptModule)]
-                self.hidden += new
                 self.modules += new
                 self._seen.update(map(id, new))
-            elif issubclass(kind, torch.Generator):
-                self.generators.append(partial(x.set_state, x.get_state()))
-            elif enter or issubclass(kind, (tuple, *_CONTAINERS)):
-                self._seen.add(id(x))
-                parts = tuple.__iter__(x) if issubclass(kind, tuple) else self._note(x)
-                stack += [(part, enter) for part in parts]
-                own = _attributes_of(x) if enter else None
-                stack += [(part, False) for part in self._note(own)]
+                self._names |= {id(m): name for m in new}
+            elif issubclass(kind, tuple):
+                stack += [(part, depth) for part in tuple.__iter__(x)]
+            else:
+                self._enter(x, depth, name, stack)
 
-    def restore(self) -> None:
-        """Put the classes of modules back, and what each container held."""
-        for m, kind in self._kinds:
+    def _enter(self, x: Any, depth: int, name: str, stack: list[tuple[Any, int]]) -> None:
+        """Save an object or container inside `depth` objects; add what it leads to to `stack`."""
+        kind = type(x)
+        if depth < 2 and issubclass(kind, _CONTAINERS):
+            stack += [(part, depth) for part in self._save(x)]
+        elif len(self._objects) < _MOST_OBJECTS:
+            held = _held(x)
+            self._objects.append((x, held, name))
+            stack += [(part, depth + 1) for part in held]
+        if depth == 0:
+            self._save(_attributes_of(x))
+        for valued, (get, put) in _VALUES.items():
+            if issubclass(kind, valued):
+                if valued is not np.ndarray or (x.flags.writeable and x.nbytes <= _MOST_BYTES):
+                    self._values.append((x, put, get(x)))
+                elif x.flags.writeable:
+                    self.not_restored.append(name)
+        if hasattr(kind, "__next__"):  # nothing tells how far an iterator is
+            self.not_restored.append(name)
+
+    def _bind(self, names: Mapping[str, Any], where: str) -> None:
+        """Note the attributes of a class, or the globals of a file, to compare them."""
+        own = {name: x for name, x in names.items() if not name.startswith("__")}
+        self._bindings.append((names, own, where))
+        for name, x in own.items():
+            if issubclass(type(x), _CONTAINERS):
+                self._objects.append((x, _held(x), join(where, name)))
+
+    def restore_attributes(self) -> None:
+        """Put back classes of modules, containers and values; name what has changed besides."""
+        for m, kind in self._classes:
             if type(m) is not kind:  # a lazy module becomes another in its first call
                 m.__class__ = kind
-        for x, kind, content in self._contents:
-            if [*map(id, _content(x, kind))] == [*map(id, content)]:
-                continue
-            kind.clear(x)
-            if issubclass(kind, dict):
-                for key, value in zip(content[::2], content[1::2], strict=True):
-                    kind.__setitem__(x, key, value)
-            else:
-                (kind.update if kind is set else kind.extend)(x, content)
+        for x, kind, content in self._containers:
+            if not _is_same(_content(x, kind), content):
+                kind.clear(x)
+                if issubclass(kind, dict):
+                    n = len(content) // 2
+                    for key, value in zip(content[:n], content[n:], strict=True):
+                        kind.__setitem__(x, key, value)
+                else:
+                    (kind.update if kind is set else kind.extend)(x, content)
+        for x, put, value in self._values:
+            put(x, value)
+        changed = [name for x, held, name in self._objects if not _is_same(_held(x), held)]
+        for names, before, where in self._bindings:
+            now = dict(names)
+            for name in before.keys() | {name for name in now if not name.startswith("__")}:
+                if now.get(name, before) is not before.get(name, now):
+                    changed.append(join(where, name))
+        self.not_restored = [*dict.fromkeys(self.not_restored + changed)]
+
+    def restore_tensors(self) -> None:
+        """Put back memory, flags, gradients and, where there is a copy, content."""
+        for t, kind, data, requires_grad, grad in self._tensors:
+            if type(t) is not kind or _place(t) != _place(data):
+                t.data = data
+                t.__class__ = kind  # a lazy parameter becomes another in its first call
+            if t.is_leaf and t.grad is not grad:
+                t.grad = grad
+            if t.is_leaf and t.requires_grad != requires_grad:
+                t.requires_grad_(requires_grad)
+        for t, content in self._copies:
+            if not _is_equal(t, content):  # sync: one for each copy on a GPU
+                t.data.copy_(content)  # `.data`, for graphs that have saved `t`
 
 
 def _content(x: Any, kind: Any) -> list[Any]:
-    """List the elements of a container as they are stored: of a dict, key, value, key, value …"""
+    """List the elements of a container as they are stored; of a dict its keys, then its values."""
     if issubclass(kind, dict):
-        return [part for pair in kind.items(x) for part in pair]
+        return [*kind.keys(x), *kind.values(x)]
     return [*kind.__iter__(x)]
+
+
+def _is_same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def _held(x: Any) -> list[Any]:
+    """List what `x` refers to: its attributes, then what its slots or its C code hold.
+
+    Python's garbage collector tells it, and calls nothing of the object's.
+    """
+    own = _attributes_of(x)
+    content = _content(own, dict) if own is not None else []
+    known = {id(own), *map(id, content)}  # which the collector lists or not
+    return content + [part for part in gc.get_referents(x) if id(part) not in known]
 
 
 def _attributes_of(x: Any) -> Any:
@@ -265,48 +399,6 @@ def _attributes_of(x: Any) -> Any:
     return place.__get__(x) if is_pythons else None
 
 
-class Contents:
-    """Tensors of a model: which memory each has, and copies of what is in it.
-
-    Attributes:
-        tensors: the different ones, without lazy ones and those of inference mode, which nothing
-            outside of it can write; with the gradients of the parameters.
-    """
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.states = [
-            (t, type(t), t.data, t.requires_grad, t.grad if t.is_leaf else None)
-            for t in {id(t): t for t in tensors}.values()
-        ]
-        grads = [grad for *_, grad in self.states if grad is not None]
-        every = [*(t for t, *_ in self.states), *grads]
-        self.tensors = [t for t in every if not (nn.parameter.is_lazy(t) or t.is_inference())]
-        self.copies: list[tuple[Tensor, Tensor]] = []
-        self.in_memory: dict[Any, list[Tensor]] = {}
-        for t in self.tensors:
-            self.in_memory.setdefault(storage_of(t)[0], []).append(t)
-
-    def copy(self, t: Tensor) -> None:
-        """Copy the model's tensors in the memory of `t`, unless that is done."""
-        tensors = self.in_memory.pop(storage_of(t)[0], ())
-        with _disable_current_modes() if tensors else nullcontext():
-            self.copies += [(own, own.detach().clone()) for own in tensors]
-
-    def restore(self) -> None:
-        """Put back memory, flags, gradients and, where there is a copy, content."""
-        for t, kind, data, requires_grad, grad in self.states:
-            if type(t) is not kind or _place(t) != _place(data):
-                t.data = data
-                t.__class__ = kind  # a lazy parameter becomes another in its first call
-            if t.is_leaf and t.grad is not grad:
-                t.grad = grad
-            if t.is_leaf and t.requires_grad != requires_grad:
-                t.requires_grad_(requires_grad)
-        for t, content in self.copies:
-            if not _is_equal(t, content):  # sync: one for each copy on a GPU
-                t.data.copy_(content)  # `.data`, for graphs that have saved `t`
-
-
 def _place(t: Tensor) -> Any:
     return None if nn.parameter.is_lazy(t) else (t.shape, storage_of(t)[0])
 
@@ -314,7 +406,7 @@ def _place(t: Tensor) -> Any:
 def _is_equal(t: Tensor, content: Tensor) -> bool:
     """Compare values: PyTorch's count of writes misses those of `.data` and of BatchNorm's kernel.
 
-    False where they cannot be compared. An expanded tensor is not written if it is equal.
+    Return False where they cannot be compared. An expanded tensor is not written if it is equal.
     """
     try:
         return torch.equal(t, content)
@@ -323,12 +415,12 @@ def _is_equal(t: Tensor, content: Tensor) -> bool:
 
 
 def real_inputs(inputs: Inputs) -> Inputs:
-    """A deep copy of `inputs`, its tensors cloned and detached."""
+    """Return a deep copy of `inputs`, its tensors cloned and detached."""
     return copied_inputs(inputs, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
 
 
 def copied_inputs(inputs: Inputs, one: Callable[[Tensor], Any]) -> Inputs:
-    """A deep copy of `inputs` with `one(t)` for each tensor `t`."""
+    """Return a deep copy of `inputs` with `one(t)` for each tensor `t`."""
     made = {id(t): one(t) for t in tree_leaves(inputs)}
     try:
         copied: Inputs = copy.deepcopy(inputs, dict(made))

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hookkit._core.pytree import Inputs
 from hookkit.errors import ArgumentError
 from hookkit.inspection.fake_run import may_run_fake, run_fake
-from hookkit.inspection.preserve import copied_inputs, preserve_state, real_inputs, set_mode
+from hookkit.inspection.preserve import copied_inputs, preserve_state, real_inputs
 from hookkit.inspection.tracer import Stopped, Trace, Tracer
 from hookkit.inspection.tree import Tree
 
@@ -110,11 +110,12 @@ def _once(
     Without `saves` it does not see saved tensors, which torch.func refuses.
     """
     with ExitStack() as stack:
-        write = stack.enter_context(preserve_state(tree, watch=False))
-        set_mode(tree, training)
+        state = stack.enter_context(preserve_state(tree, training=training, watch=False))
         bound = [(MAX_MACS, MAX_SAVED_BYTES)] if bounded else []
         is_meta = any(t.is_meta for t in tree.tensors)
-        tracer = Tracer(tree, write, "meta" if is_meta else "fake" if mode else "real", *bound)
+        tracer = Tracer(
+            tree, state.before_write, "meta" if is_meta else "fake" if mode else "real", *bound
+        )
         tracer.trace.saves = saves
         tracer.attach(stack)
         if torch.is_autocast_cache_enabled():

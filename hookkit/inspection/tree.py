@@ -57,6 +57,7 @@ class Tree:
         places: all places, parents first, in the order of definition.
         firsts: those that hold something: each module's first.
         params: the distinct parameters, each with the first of its names.
+        buffers: all buffers.
         tensors: the distinct parameters, and all buffers.
         modules: every module once, also wrappers inside and parametrizations, but no scripted ones,
             which have neither hooks nor attributes that Python could copy.
@@ -88,7 +89,8 @@ class Tree:
         self.firsts = [place for place in self.places if place.is_first]
         named = [(join(at.name, key), p) for at in self.firsts for key, p in at.params.items()]
         self.params = [*{id(p): (name, p) for name, p in reversed(named)}.values()][::-1]
-        self.tensors = [p for _, p in self.params] + [b for at in self.firsts for b in at.buffers]
+        self.buffers = [b for at in self.firsts for b in at.buffers]
+        self.tensors = [p for _, p in self.params] + self.buffers
         every = {id(m): m for m in found}.values()
         self.modules = [m for m in every if not isinstance(m, torch.jit.ScriptModule)]
         self.scripted = [m for m in every if isinstance(m, torch.jit.ScriptModule)]
