@@ -8,7 +8,6 @@ own notebooks have from elsewhere.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from hookkit._core.checks import check_module, is_whole
-from hookkit._core.modules import children, unwrap, walk
-from hookkit._core.pytree import Inputs, describe, tree_leaves
+from hookkit._core.modules import can_run, children, unwrap, walk
+from hookkit._core.pytree import Inputs, describe, tree_leaves, tree_map
 from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.errors import ArgumentError, ModelRunError, OptionError
 from hookkit.hooks import Hook, Hooks, hook_output, hook_outputs
+from hookkit.hooks.attach import attach, remove_all
 from hookkit.inspection import layer_info, module_summary
 from hookkit.inspection.preserve import preserve_state
 from hookkit.inspection.summary_rows import share
-from hookkit.inspection.tracing import trace
-from hookkit.inspection.tree import Tree, numel
+from hookkit.inspection.tree import numel
 from hookkit.recorders import ActivationStats
 
 __all__ = [
@@ -229,7 +228,7 @@ def model_sizes(
 ) -> list[Any]:
     """Return the output size of each direct child of `m`, in the order of definition.
 
-    One forward in evaluation mode, which leaves the model as it was (see `summary`).
+    Runs `dummy_eval`, which leaves the model as it was.
 
     Args:
         m: a model. A layer without children gives its own output's size.
@@ -237,8 +236,8 @@ def model_sizes(
         x: an example input instead; a tuple is several inputs.
 
     Returns:
-        A `torch.Size` for each child; for one that returns a structure, the same structure of
-        sizes; None for one that does not run.
+        A `torch.Size` for each child, of its last call; for one that returns a structure, the same
+        structure of sizes; None for one that does not run.
 
     Raises:
         ArgumentError, ModelRunError, OptionError: as `dummy_eval`.
@@ -246,30 +245,18 @@ def model_sizes(
     >>> model_sizes(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.MaxPool2d(2)), (64, 64))
     [torch.Size([1, 16, 64, 64]), torch.Size([1, 16, 32, 32])]
     """
-    inputs, tree = _inputs("model_sizes", m, size, x), Tree(m)
-    run = trace(tree, inputs, lambda run: run, training=False)
-    if run.error is not None:
-        if x is not None:
-            raise run.error
-        raise _cannot_take(m, inputs, run.error) from run.error
-    n_seen: Counter[str] = Counter()
-    sizes: list[Any] = []
-    for place in tree.places:
-        shapes = run.calls[place.first].shapes if place.first in run.calls else []
-        n_seen[place.first] += 1  # the second place of a shared layer shows its second call
-        if place.depth == 1:
-            i = min(n_seen[place.first], len(shapes)) - 1
-            sizes.append(_sized(shapes[i]) if shapes else None)
-    return sizes if sizes or "" not in run.calls else [_sized(s) for s in run.calls[""].shapes]
+    layers = [child for _, child in children(unwrap(check_module("model_sizes", m)))] or [m]
+    sizes = dict[int, Any]()
 
+    def store(layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        sizes[id(layer)] = tree_map(lambda t: t.shape, out)
 
-def _sized(shape: Any) -> Any:
-    """Return a traced shape, or a structure of shapes, with `torch.Size` in the place of lists."""
-    if isinstance(shape, list) and all(isinstance(n, int) for n in shape):
-        return torch.Size(shape)
-    if isinstance(shape, dict):
-        return {k: _sized(v) for k, v in shape.items()}
-    return type(shape)(_sized(s) for s in shape) if isinstance(shape, list | tuple) else shape
+    handles = [attach(layer, store) for layer in layers if can_run(layer)]
+    try:
+        dummy_eval(m, size, x=x)
+    finally:
+        remove_all(handles)
+    return [sizes.get(id(layer)) for layer in layers]
 
 
 def num_features_model(

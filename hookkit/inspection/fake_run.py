@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
-from functools import lru_cache
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -23,43 +22,45 @@ from torch import Tensor, nn
 from hookkit.errors import ModelRunError
 from hookkit.hooks import Hook
 from hookkit.hooks.attach import AttachedFunction
-from hookkit.inspection.tracer import Saved
+from hookkit.inspection.tracer import Saved, Trace
 from hookkit.inspection.tree import Tree
 
 T = TypeVar("T")
-_CACHED = type(lru_cache(len))
 
-# The logger is torch's own and private by its name: it reports each operation that fails on fake
-# tensors, which is handled here. Under another name its records would be printed.
-_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_LEFT = (
+    "{0} ran on fake tensors, which have no values, since its real run was stopped as too large, "
+    "and its forward has stored some outside of its modules, in: {1}. Calls that read them will "
+    "fail. Remove them there (from a cached function by its cache_clear()), or start a new "
+    "process; and give summary a smaller input, with which the model runs for real."
+)
 
 
 def may_run_fake(tree: Tree) -> bool:
-    """Whether the model's own code is all that runs: no forward hook or patched forward of a user.
+    """Return whether only the model's own code runs: no hooks or patched forward of a user.
 
-    Those are there for values: a hook that records or compares would get tensors without any.
+    These are there for values: a hook that records or compares would get tensors without any.
     """
     modules = (*tree.wrappers, *tree.modules)
     tables = [vars(m)[name] for m in modules for name in ("_forward_pre_hooks", "_forward_hooks")]
     # Private by their names, in torch 1.8 to 2.13. Without them a global hook gets fake tensors.
     names = ("_global_forward_pre_hooks", "_global_forward_hooks")
     tables += [getattr(nn.modules.module, name, {}) for name in names]
-    hooks = [hook for table in tables for hook in table.values()]
+    hooks = [hook for table in tables if table for hook in table.values()]
     return all(map(_is_harmless, hooks)) and not any("forward" in vars(m) for m in modules)
 
 
 def _is_harmless(hook: Any) -> bool:
-    """Whether `hook` is one of PyTorch's own, or is off in the run, as it only observes."""
+    """Return whether `hook` is one of PyTorch's own, or is off in the run, as it only observes."""
     if isinstance(hook, (Hook, AttachedFunction)):
         return hook.observes
     home: str = getattr(hook, "__module__", None) or type(hook).__module__
     return home.split(".")[0] == "torch"
 
 
-def run_fake(tree: Tree, run: Callable[[Any], tuple[Any, T]]) -> tuple[Any, T] | None:
-    """Return `run(mode)` with a new mode of fake tensors; None if the model needs values.
+def run_fake(tree: Tree, run: Callable[[Any], tuple[Trace, T]]) -> T | None:
+    """Return what `run(mode)` read of a run with a new mode of fake tensors.
 
-    `run` returns a trace, which says whether the model raised, and what was read of it.
+    Return None if the model raised, which it does if it needs values.
 
     Raises:
         ModelRunError: the forward has stored a fake tensor outside of the model's modules.
@@ -67,30 +68,20 @@ def run_fake(tree: Tree, run: Callable[[Any], tuple[Any, T]]) -> tuple[Any, T] |
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to load
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # torch's own and private by its name: it prints each operation that fails on fake tensors,
+    # which is handled here. Under another name its records would be printed.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
     try:
-        _LOG.addFilter(_no_record)
-        result: tuple[Any, T] | None = run(mode)
-        if result is not None and result[0].error is not None:
-            result = None  # its traceback holds fake tensors
+        seen, found = run(mode)
+        result: T | None = found if seen.error is None else None
+        del seen, found  # the traceback of an error holds fake tensors
     finally:
-        _LOG.removeFilter(_no_record)
-        _empty_caches(_holders(mode))
+        log.disabled = was_disabled
         if holders := _holders(mode):
             kinds = ", ".join(sorted({type(x).__name__ for x in holders}))
             raise ModelRunError(_LEFT.format(type(tree.model).__name__, kinds))
     return result
-
-
-def _no_record(record: logging.LogRecord) -> bool:
-    return False
-
-
-_LEFT = (
-    "{0} ran on fake tensors, which have no values, since its real run was stopped as too large, "
-    "and its forward has stored some where they cannot be removed: in a {1} outside of its "
-    "modules. Calls that read them will fail: start a new process, and give summary a smaller "
-    "input, with which the model runs for real."
-)
 
 
 def _holders(mode: Any) -> list[Any]:
@@ -103,24 +94,12 @@ def _holders(mode: Any) -> list[Any]:
         return []
     gc.collect()  # some may wait in a reference cycle
     fakes: list[Any] = _alive(mode)
-    holders = [x for x in _referrers(fakes) if type(x) is not Saved]
-    return fakes if gc.get_freeze_count() else holders
+    if gc.get_freeze_count():
+        return fakes
+    found = gc.get_referrers(*fakes) if fakes else []
+    return [x for x in found if x is not fakes and type(x) not in (FrameType, Saved)]
 
 
 def _alive(mode: Any) -> list[Tensor]:
     tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
     return [x for x in tensors if getattr(x, "fake_mode", None) is mode]
-
-
-def _empty_caches(holders: list[Any]) -> None:
-    """Empty the cached functions among `holders`, and those whose results they are in."""
-    for _ in range(3):
-        for x in holders:
-            if type(x) is _CACHED:
-                x.cache_clear()
-        holders = _referrers(holders)
-
-
-def _referrers(objects: list[Any]) -> list[Any]:
-    found = gc.get_referrers(*objects) if objects else []
-    return [x for x in found if x is not objects and type(x) is not FrameType]

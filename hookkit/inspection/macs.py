@@ -101,6 +101,14 @@ def _grouped_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return _mm(a, b) // (a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1)
 
 
+def _convolution(
+    x: Tensor, w: Tensor, _bias: Any, _stride: Any, _pad: Any, _dilation: Any, transposed: bool,
+    *_: Any, out: Tensor,
+) -> int:  # fmt: skip
+    """Each output element, or each input element of a transposed one, meets one filter."""
+    return int((x if transposed else out).numel() * prod(w.shape[1:]))
+
+
 def _matvec(a: Tensor, *_: Any, **__: Any) -> int:
     return int(a.numel())
 
@@ -124,6 +132,8 @@ _FORMULAS: dict[str, MacFormula] = {
     # What FlopCounterMode uses; its keys are operations.
     **{str(op).replace(".", "::", 1): _halved(f) for op, f in flop_registry.items()},
     "aten::mm": _mm,
+    "aten::bmm": _mm,
+    "aten::convolution": _convolution,
     "aten::addmm": _second(_mm),
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_scaled_dot_product_flash_attention": _attention,

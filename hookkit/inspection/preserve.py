@@ -127,8 +127,8 @@ def preserve_state(
         undo.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         undo.callback(random_state())
         undo.callback(state.restore_tensors)
-        for m in tree.scripted:
-            undo.callback(setattr, m, "training", m.training)
+        for scripted in tree.scripted:
+            undo.callback(setattr, scripted, "training", scripted.training)
         undo.callback(state.restore_attributes)
         for module in () if observers else state.modules:
             for table in [vars(module).get(name, {}) for name in _HOOKS]:
@@ -136,8 +136,8 @@ def preserve_state(
                     if isinstance(hook, (Hook, AttachedFunction)) and hook.observes:
                         del table[key]
         if training is not None:
-            for m in (*tree.wrappers, *tree.modules, *tree.scripted):
-                m.training = training
+            for module in (*tree.wrappers, *tree.modules, *tree.scripted):
+                module.training = training
         if grad is not None:
             torch.set_grad_enabled(grad)
         if not params:
@@ -349,7 +349,7 @@ class State:
             for name in before.keys() | {name for name in now if not name.startswith("__")}:
                 if now.get(name, before) is not before.get(name, now):
                     changed.append(join(where, name))
-        self.not_restored = [*dict.fromkeys(self.not_restored + changed)]
+        self.not_restored[:] = dict.fromkeys(self.not_restored + changed)
 
     def restore_tensors(self) -> None:
         """Put back memory, flags, gradients and, where there is a copy, content."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -126,22 +127,22 @@ def run_summary(
     notes: tuple[str, ...] = (),
     who: str = "hookkit.summary",
 ) -> Summary:
-    """The summary of one run; the model's own error is raised, with the table so far as a note."""
+    """Return the summary of one run; raise the model's own error, the table so far as a note."""
 
-    def read(trace: Trace) -> tuple[Summary, Exception | None]:
-        shown = (*notes, *([] if trace.saves else [_NO_SAVED]))
+    def read(trace: Trace) -> tuple[Summary, Trace]:
         dtypes = ", ".join(dict.fromkeys(map(dtype_name, tree_leaves(inputs))))
         text = f"{describe(inputs)} {dtypes}".rstrip()  # `1×128 int64`
-        return build(tree, trace, opt, view, text, shown), trace.error
+        return build(tree, trace, opt, view, text, notes), trace
 
-    result, error = trace(tree, inputs, read, training=training)
+    result, seen = trace(tree, inputs, read, training=training)
+    error = seen.error
     if error is not None and _BATCH_OF_ONE in str(error) and training is not False:
         notes = (*notes, _EVALUATED)
         return run_summary(tree, inputs, opt, view, training=False, notes=notes, who=who)
     if error is not None:
         error.add_note(f"\nin {who}, up to the error:\n{result.text(width=100)}")
         raise error
-    return result
+    return replace(result, not_restored=tuple(seen.not_restored))
 
 
 def build(
@@ -152,35 +153,37 @@ def build(
     inputs: str = "",
     notes: tuple[str, ...] = (),
 ) -> Summary:
-    """The value of a run, or of no run."""
-    call = trace.calls.get("") if trace else None
+    """Return the `Summary` of a run; of the model alone if `trace` is None."""
+    trace, rows = trace or Trace("none"), rows_of(tree, trace)
+    call = trace.calls.get("")
     output = f"{' | '.join(call.outputs[:3])} {', '.join(call.dtypes)}".strip() if call else ""
     sizes: Counter[str] = Counter()
     for _, p in tree.params:
         sizes[dtype_name(p)] += numel(p)
     return Summary(
-        rows=rows_of(tree, trace),
+        **asdict(rows[0].total),
+        rows=rows,
         inputs=inputs,
         output=output,
         dtype=max(sizes, key=lambda k: sizes[k]) if sizes.total() else "",
         grad_bytes=sum(_bytes(p) for _, p in tree.params if p.requires_grad),
-        run=trace.run if trace else "none",
-        uncounted=dict(trace.uncounted) if trace else {},
+        run=trace.run,
+        uncounted=dict(trace.uncounted),
         warnings=tuple(_warnings(tree, trace, opt)),
-        notes=notes,
+        notes=notes if trace.saves else (*notes, _NO_SAVED),
         optimizer=_read(opt) if opt is not None else None,
-        failed=(trace.failed or ("",)) if trace and trace.error is not None else (),
+        failed=() if trace.error is None else trace.failed or ("",),
         view=dict(view),
     )
 
 
-def _warnings(tree: Tree, trace: Trace | None, opt: Optimizer | None) -> Iterator[str]:
-    """The likeliest mistakes in a model and its optimizer."""
+def _warnings(tree: Tree, trace: Trace, opt: Optimizer | None) -> Iterator[str]:
+    """Yield the likeliest mistakes in a model and its optimizer."""
     if opt is not None:
         held = {id(p) for group in opt.param_groups for p in group["params"]}
         if lost := [name for name, p in tree.params if p.requires_grad and id(p) not in held]:
             yield f"{_count(lost, 'trainable parameter')} in no optimizer group: {_some(lost)}"
-    if trace is not None and trace.error is None and trace.unused:
+    if trace.error is None and trace.unused:
         # another run may draw other layers, or choose them by other values
         what = f"{_count(trace.unused, 'trainable parameter')} not part of the output of this run"
         yield f"{what}, and would get no gradient: {_some(trace.unused)}"

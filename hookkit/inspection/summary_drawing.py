@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 from hookkit._core.html import fragment
 from hookkit._core.text import clip, escape_controls, nbytes, percent, si, wrap
 from hookkit.errors import OptionError
-from hookkit.inspection.summary_rows import Row, Totals
+from hookkit.inspection.summary_rows import NUMBERS, Row, Totals
 
 if TYPE_CHECKING:
     from hookkit.inspection.summary_result import Summary
 
-_NONE = Totals()
 _WIDE = 100  # without a terminal
 _CELL, _NOTE = 40, 36  # characters of a cell, and of notes, that columns are not shortened for
 _OPEN_ROWS = 24  # containers in HTML start open, level by level, until so many rows are in sight
@@ -42,7 +41,7 @@ class Line:
     label: str
     inside: list[Line] = field(default_factory=list)
     fold: int = 1
-    shown: Totals = _NONE
+    shown: Totals = field(default_factory=Totals)
     closed: bool = False
     looks: int = 0
     size: int = 1
@@ -65,7 +64,7 @@ def tree(rows: tuple[Row, ...], fold: bool, depth: int | None) -> Line:
         line.inside = _folded(line.inside) if fold else line.inside
     for line in walk(root):
         line.closed = bool(line.inside) and depth is not None and line.row.depth >= depth
-        line.shown = line.row.total if line.closed else line.row.own
+        line.shown = line.row.total if line.closed else line.row
         line.inside = [] if line.closed else line.inside
     return root
 
@@ -85,7 +84,7 @@ def _looks(line: Line) -> Any:
     parent = row.name.rpartition(".")[0] + "."
     notes = tuple(note.replace(parent, "") if parent != "." else note for note in row.notes)
     inside = tuple((below.label, below.looks) for below in line.inside)
-    return row.kind, row.type, row.outputs, row.own, row.trainable, notes, row.extra, inside
+    return row.kind, row.type, row.outputs, row.total, row.trainable, notes, row.extra, inside
 
 
 def _folded(lines: list[Line]) -> list[Line]:
@@ -197,7 +196,7 @@ def as_text(
     n = width or shutil.get_terminal_size((_WIDE, 24)).columns
     names, root = checked_columns(columns, s.run != "none"), tree(s.rows, fold, depth)
     # the model itself is a line if it has something to show: a share of its own, or a failure
-    own = not root.inside or any(s.rows[0].own) or s.failed[-1:] == ("",)
+    own = not root.inside or any(getattr(s.rows[0], n) for n in NUMBERS) or s.failed[-1:] == ("",)
     lines = [*walk(root)][0 if own else 1 :]
     table = [["Layer", *(COLUMNS[c][0] for c in names)]]
     table += [[_label(line, s), *(_cell(c, line) for c in names)] for line in lines]
@@ -285,4 +284,4 @@ def _html_label(line: Line, s: Summary) -> str:
 
 
 def _times(totals: Totals, n: int) -> Totals:
-    return Totals(*(n * number for number in totals))
+    return Totals(*(n * getattr(totals, number) for number in NUMBERS))

@@ -14,31 +14,38 @@ from typing import TYPE_CHECKING, Any
 from hookkit._core.messages import import_pandas, no_such
 from hookkit._core.text import nbytes, si
 from hookkit.inspection.summary_drawing import as_html, as_text
-from hookkit.inspection.summary_rows import Row, Totals
+from hookkit.inspection.summary_rows import NUMBERS, Row, Totals
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 _WRAPPED = re.compile(r"^((module|_orig_mod|_fsdp_wrapped_module)(\.|$))+")
 _RUNS = {
-    "real": "One forward was run, and the model put back as it was.",
-    "fake": "Run on fake tensors, since it is large: nothing computed, nothing changed.",
-    "meta": "Run on meta: nothing computed, nothing changed.",
-    "none": "No input given: nothing was run.",
+    "real": "One forward was run, and the model put back as it was",
+    "fake": "Run on fake tensors, since it is large: nothing computed, nothing changed",
+    "meta": "Run on meta: nothing computed, nothing changed",
+    "none": "No input given: nothing was run",
 }
+_COLUMNS = (
+    *("name", "kind", "type", "depth", "inputs", "outputs", "calls", *NUMBERS),
+    *("trainable", "notes", "dtype", "extra", "leaf"),
+)  # of a data frame
 
 
-@dataclass(frozen=True, repr=False)
-class Summary:
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Summary(Totals):
     """A model at a glance. Prints as a table, folds in notebooks.
 
-    Iterating gives the rows in execution order; `s["layer1.0"]` finds one by name.
+    Iterating gives the rows in execution order; `s["layer1.0"]` finds one by name. The numbers
+    `n_params`, `n_trainable`, `param_bytes`, `buffer_bytes`, `macs` and `saved_bytes` are the sums
+    of the column over all rows, where a row `r` has its own share, and `r.total` all below it too.
 
     Attributes:
         dtype: the dtype of most parameters.
         grad_bytes: bytes of the gradients of one backward pass.
         run: "real", "fake" or "meta" (on tensors without values), or "none" (no input).
         uncounted: operations for which no MAC formula is known, with how often each ran.
+        not_restored: attributes and globals that the run has changed, or may have, for good.
         optimizer: name, groups and state of the optimizer that was given.
         failed: names of the modules that were running when the model raised, outermost first.
         view: how it is drawn by default: `fold`, `depth` and `columns`.
@@ -51,6 +58,7 @@ class Summary:
     grad_bytes: int = 0
     run: str = "none"
     uncounted: dict[str, int] = field(default_factory=dict)
+    not_restored: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     optimizer: dict[str, Any] | None = None
@@ -61,36 +69,6 @@ class Summary:
     def total(self) -> Totals:
         """All sums at once."""
         return self.rows[0].total
-
-    @property
-    def n_params(self) -> int:
-        """Distinct parameters, in elements."""
-        return self.total.n_params
-
-    @property
-    def n_trainable(self) -> int:
-        """Distinct parameters with `requires_grad`, in elements."""
-        return self.total.n_trainable
-
-    @property
-    def macs(self) -> int:
-        """Multiply-accumulates of one forward."""
-        return self.total.macs
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes of the tensors that autograd saves for the backward pass of one forward."""
-        return self.total.saved_bytes
-
-    @property
-    def param_bytes(self) -> int:
-        """Bytes of the distinct storages of the parameters."""
-        return self.total.param_bytes
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the distinct storages of the buffers."""
-        return self.total.buffer_bytes
 
     @property
     def step_bytes(self) -> int:
@@ -120,12 +98,10 @@ class Summary:
         raise no_such(f'no row "{name}" among {len(self.rows)}', name, (r.name for r in self.rows))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain dicts, lists, numbers and text, ready for JSON."""
+        """Return everything as plain dicts, lists, numbers and text, ready for JSON."""
         plain = asdict(self)
         del plain["view"]
-        for row, values in zip(self.rows, plain["rows"], strict=True):
-            values["total"] = row.total._asdict()
-        return {**plain, "totals": self.total._asdict(), **self.total._asdict()}
+        return {**plain, "totals": asdict(self.total)}
 
     def to_json(self, indent: int | None = None) -> str:
         """`to_dict()` as JSON text."""
@@ -137,8 +113,7 @@ class Summary:
         Raises:
             MissingExtraError: pandas is not installed.
         """
-        skip = ("shape", "in_shape", "total")
-        rows = [{k: v for k, v in vars(r).items() if k not in skip} for r in self.rows]
+        rows = [{k: getattr(r, k) for k in _COLUMNS} for r in self.rows]
         return import_pandas().DataFrame(rows).set_index("name")
 
     def text(
@@ -211,7 +186,9 @@ class Summary:
         if self.uncounted:
             listed = [f"{name} ×{k}" for name, k in self.uncounted.items()]
             parts.append([f"MACs not counted: {listed[0]}", *listed[1:]])
-        return [*parts, *([note] for note in self.notes), [_RUNS[self.run]]]
+        first, *others = self.not_restored or ("",)
+        run = _RUNS[self.run] + (f", except: {first}" if first else ".")
+        return [*parts, *([note] for note in self.notes), [run, *others]]
 
 
 def _optimizer_lines(opt: dict[str, Any]) -> list[list[str]]:

@@ -9,8 +9,8 @@ the totals; what is below it too is in `row.total`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,17 @@ from hookkit.inspection.tracer import Trace
 from hookkit.inspection.tree import Place, Tree, dtype_name, numel, storage_of
 
 
-class Totals(NamedTuple):
-    """Sums over a module and all below it, 0 where nothing ran."""
+@dataclass(frozen=True)
+class Totals:
+    """Numbers of a module, or their sums over several; 0 where nothing ran.
+
+    Attributes:
+        n_params: distinct parameters, in elements.
+        n_trainable: distinct parameters with `requires_grad`, in elements.
+        param_bytes, buffer_bytes: bytes of their distinct storages.
+        macs: multiply-accumulates of one forward.
+        saved_bytes: bytes of the tensors that autograd saves for the backward pass of one forward.
+    """
 
     n_params: int = 0
     n_trainable: int = 0
@@ -32,8 +41,7 @@ class Totals(NamedTuple):
     saved_bytes: int = 0
 
 
-NUMBERS = Totals._fields
-_NONE = Totals()
+NUMBERS = tuple(f.name for f in fields(Totals))
 
 
 def share(n: int, n_trainable: int) -> bool | float:
@@ -41,9 +49,12 @@ def share(n: int, n_trainable: int) -> bool | float:
     return n_trainable > 0 if n_trainable in (0, n) else n_trainable / n
 
 
-@dataclass(frozen=True)
-class Row:
+@dataclass(frozen=True, kw_only=True)
+class Row(Totals):
     """One module, bare parameter, or further place of a shared module.
+
+    The numbers of `Totals` are its own share: parameters and memory count in the row that comes
+    first, multiply-accumulates and saved bytes for the innermost module that was running.
 
     Attributes:
         name: qualified, without wrappers; "" for the model itself.
@@ -52,9 +63,6 @@ class Row:
         outputs: the different outputs of its calls as text, `4×10` or `(4×10, {'h': 2×3})`.
         shape, in_shape: of the first call as lists in the containers they came in; None if unknown.
         calls: times it ran; None where nothing was run or it has no forward of its own.
-        n_params .. saved_bytes: its own share; parameters and memory count where they come first.
-        macs: multiply-accumulates of one forward that no module inside it accounts for.
-        saved_bytes: memory of the tensors that autograd saves for the backward pass.
         trainable: True, False, the trainable share of its own parameters, None without any.
         leaf: it has no modules inside.
         total: its own share and that of all rows below it.
@@ -69,43 +77,36 @@ class Row:
     shape: Any = None
     in_shape: Any = None
     calls: int | None = None
-    n_params: int = 0
-    n_trainable: int = 0
-    param_bytes: int = 0
-    buffer_bytes: int = 0
-    macs: int = 0
-    saved_bytes: int = 0
     trainable: bool | float | None = None
     notes: tuple[str, ...] = ()
     dtype: str = ""
     extra: str = ""
     leaf: bool = True
-    total: Totals = _NONE
-
-    @property
-    def own(self) -> Totals:
-        """Its own share, as `Totals`."""
-        return Totals(*(getattr(self, n) for n in NUMBERS))
+    total: Totals = Totals()
 
 
 def rows_of(tree: Tree, trace: Trace | None) -> tuple[Row, ...]:
-    """One row per place of a module and per bare parameter of `tree`, with what `trace` saw."""
+    """Return a row for each place of a module and each bare parameter of `tree`.
+
+    `trace` tells what ran; None if nothing was run.
+    """
     counted = _Counted()
-    rows = [row for place in _in_order(tree, trace) for row in _rows_at(place, trace, counted)]
-    sums, above, parents = [row.own for row in rows], list[int](), list[int]()
-    for i, row in enumerate(rows):
-        del above[row.depth :]
+    found = [row for place in _in_order(tree, trace) for row in _rows_at(place, trace, counted)]
+    sums = [[row.get(n, 0) for n in NUMBERS] for row in found]
+    above, parents = list[int](), list[int]()
+    for i, row in enumerate(found):
+        del above[row["depth"] :]
         parents.append(above[-1] if above else -1)
         above.append(i)
-    for i in range(len(rows) - 1, 0, -1):
-        sums[parents[i]] = Totals(*map(sum, zip(sums[parents[i]], sums[i], strict=True)))
-    return tuple(replace(row, total=total) for row, total in zip(rows, sums, strict=True))
+    for i in range(len(found) - 1, 0, -1):
+        sums[parents[i]] = [a + b for a, b in zip(sums[parents[i]], sums[i], strict=True)]
+    return tuple(Row(**row, total=Totals(*n)) for row, n in zip(found, sums, strict=True))
 
 
 def _in_order(tree: Tree, trace: Trace | None) -> Iterator[Place]:
-    """All places, parents first, siblings in the order in which something in them first ran.
+    """Yield all places, parents first, siblings in the order in which something in them first ran.
 
-    What did not run stays behind the sibling that it was defined after.
+    A place that did not run stays behind the sibling that it was defined after.
     """
     calls = trace.calls if trace else {}
     began: dict[str, int] = {}
@@ -125,21 +126,21 @@ def _in_order(tree: Tree, trace: Trace | None) -> Iterator[Place]:
 
 
 class _Counted:
-    """The parameters and storages that have been counted, and in which row."""
+    """Remembers the parameters and storages that have been counted, and in which row."""
 
     def __init__(self) -> None:
         self.homes: dict[int, str] = {}
         self.storages: set[Any] = set()
 
     def bytes_of(self, t: Tensor) -> int:
-        """Bytes behind `t` that no tensor before it has."""
+        """Return the bytes behind `t`; 0 if a tensor before it has the same memory."""
         key, size = storage_of(t)
         new = key not in self.storages
         self.storages.add(key)
         return size if new else 0
 
     def of(self, name: str, params: dict[str, Tensor], buffers: list[Tensor]) -> dict[str, Any]:
-        """The numbers of what `name` holds, as a row has them, and notes on what is odd."""
+        """Count the tensors that `name` holds; return the fields of its row."""
         new, notes = [], list[str]()
         for key, p in params.items():
             here = join(name, key)
@@ -165,13 +166,14 @@ class _Counted:
         }
 
 
-def _rows_at(place: Place, trace: Trace | None, counted: _Counted) -> Iterator[Row]:
-    """The row of the module at `place`, then those of its bare parameters."""
+def _rows_at(place: Place, trace: Trace | None, counted: _Counted) -> Iterator[dict[str, Any]]:
+    """Yield the fields of the row of the module at `place`, then those of its bare parameters."""
     m, name = place.module, place.name
-    kind = str(getattr(m, "original_name", type(m).__name__))  # of a scripted module the user's
+    about: dict[str, Any] = {"name": name, "kind": "module", "depth": place.depth}
+    about["type"] = str(getattr(m, "original_name", type(m).__name__))  # a scripted module's class
     if not place.is_first:
         note = f"same as {place.first or 'the model itself'}"
-        yield Row(name, "again", kind, place.depth, notes=(note,), leaf=False)
+        yield {**about, "kind": "again", "notes": (note,), "leaf": False}
         return
     bare = place.params if place.inside else {}
     held = counted.of(name, {} if bare else place.params, place.buffers)
@@ -179,25 +181,20 @@ def _rows_at(place: Place, trace: Trace | None, counted: _Counted) -> Iterator[R
     computed = ("parametrized " + ", ".join(place.parametrized),) if place.parametrized else ()
     held["dtype"] = held["dtype"] or called.get("dtype", "")
     held["notes"] += (*computed, *called.get("notes", ()))
-    about = {**called, **held, "extra": _extra(m), "leaf": not place.inside}
-    yield Row(name, "module", kind, place.depth, **about)
-    for key, p in bare.items():
-        here, lazy = join(name, key), nn.parameter.is_lazy(p)
-        shape = {} if lazy else {"shape": [int(n) for n in p.shape]}
-        about = {**shape, "outputs": () if lazy else (describe(p.detach()),)}
-        about |= counted.of(name, {key: p}, [])
-        yield Row(here, "parameter", "Parameter", place.depth + 1, **about)
-
-
-def _extra(m: nn.Module) -> str:
     try:
-        return m.extra_repr()
+        extra = m.extra_repr()
     except Exception:  # a user's extra_repr may expect a built model
-        return ""
+        extra = ""
+    yield {**about, **called, **held, "extra": extra, "leaf": not place.inside}
+    for key, p in bare.items():
+        about = {"name": join(name, key), "kind": "parameter", "type": "Parameter"}
+        if not nn.parameter.is_lazy(p):
+            about |= {"shape": [int(n) for n in p.shape], "outputs": (describe(p.detach()),)}
+        yield {**about, "depth": place.depth + 1, **counted.of(name, {key: p}, [])}
 
 
 def _of_calls(place: Place, trace: Trace) -> dict[str, Any]:
-    """What the calls of a module showed, as a row has it, and a note on how many there were."""
+    """Return what the calls of a module showed, as fields of its row."""
     name, call = place.name, trace.calls.get(place.name)
     counts = {"macs": trace.macs[name], "saved_bytes": trace.saved[name]}
     if call is None:
@@ -209,7 +206,7 @@ def _of_calls(place: Place, trace: Trace) -> dict[str, Any]:
         **counts,
         "inputs": call.inputs,
         "outputs": tuple(call.outputs),
-        "shape": call.shapes[0] if call.shapes else None,
+        "shape": call.shape,
         "in_shape": call.in_shape,
         "calls": call.n,
         "dtype": ", ".join(call.dtypes),

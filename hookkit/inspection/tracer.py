@@ -1,4 +1,4 @@
-"""What is seen of a run: hooks around each call, a mode around each operation, saved tensors.
+"""`Tracer`: records a run by hooks around each call, a mode around each operation, saved tensors.
 
 Builds on `tree` for names and on `macs` for formulas. Every operation counts for the module whose
 forward is running. For that each module gets a hook before and after its call, the latter also on
@@ -29,25 +29,25 @@ from hookkit.inspection.tree import Tree, dtype_name, storage_of
 
 
 class Stopped(BaseException):
-    """A real run went too far. No `Exception`, which a model could catch."""
+    """Stops a real run that went too far. No `Exception`, which a model could catch."""
 
 
 @dataclass
 class Call:
-    """What one module did: how often, what it took and gave, as text."""
+    """Records the calls of one module: how many, and what it took and returned, as text."""
 
     first: int
     n: int = 0
     inputs: str = ""
     outputs: list[str] = field(default_factory=list)
-    shapes: list[Any] = field(default_factory=list)
+    shape: Any = None
     in_shape: Any = None
     dtypes: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Trace:
-    """A run by module name.
+    """Records a run by module name.
 
     Attributes:
         run: "real", or without values: "fake" on fake tensors, "meta" for a model on meta.
@@ -56,6 +56,7 @@ class Trace:
         uncounted: operations without a formula, with how often each ran.
         unused: trainable parameters that the output does not depend on.
         error: what the model raised; `failed` names the modules that were running, outermost first.
+        not_restored: see `State`; complete when the model has been put back.
     """
 
     run: str
@@ -67,23 +68,23 @@ class Trace:
     unused: tuple[str, ...] = ()
     error: Exception | None = None
     failed: tuple[str, ...] = ()
+    not_restored: list[str] = field(default_factory=list)
 
 
 class Saved:
-    """A tensor that autograd saves for the backward pass; alive as long as autograd keeps it."""
+    """Holds a tensor that autograd saves for the backward pass, as long as autograd keeps it."""
 
-    __slots__ = ("__weakref__", "name", "tensor")
+    __slots__ = ("__weakref__", "name", "storage", "tensor")
 
-    def __init__(self, tensor: Tensor, name: str) -> None:
-        self.tensor, self.name = tensor, name
+    def __init__(self, tensor: Tensor, name: str, storage: tuple[Any, int]) -> None:
+        self.tensor, self.name, self.storage = tensor, name, storage
 
 
 class Tracer(Operations):  # type: ignore[no-untyped-call]
-    """What is seen while a model runs: as a mode each operation, by `attach` each module's calls.
+    """Records a run: as a mode each operation, by `attach` each module's calls.
 
-    `write` is called with each tensor before it is written; `run` is for the trace. `bound` are the
-    multiply-accumulates and the saved bytes beyond which `Stopped` is raised; `stopped` stays true
-    if the model swallows it.
+    Calls `write` with each tensor before it is written. `bound` are the multiply-accumulates and
+    the saved bytes beyond which `Stopped` is raised; `stopped` stays true if the model swallows it.
     """
 
     def __init__(
@@ -133,11 +134,11 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
         return out
 
     def here(self) -> str:
-        """Name of the module that is running; the root's outside of every call."""
+        """Return the name of the module that is running; the root's outside of every call."""
         return self.stack[-1][0] if self.stack else ""
 
     def attach(self, stack: ExitStack) -> None:
-        """Hooks every module that can run, until `stack` closes."""
+        """Hook every module that can run, until `stack` closes."""
         for m in self.names:
             before = m.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
             stack.callback(before.remove)
@@ -149,15 +150,14 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
         self.stack.append((name, sys.exception()))
         call = self.trace.calls.get(name)
         if call is None:
-            call = self.trace.calls[name] = Call(self.n_calls)
-            call.inputs = describe(Inputs(args, kwargs))
-            call.in_shape = shape_of(args[0] if len(args) == 1 else args)
+            one = args[0] if len(args) == 1 else args
+            inputs = describe(Inputs(args, kwargs) if kwargs or one is args else one)
+            self.trace.calls[name] = call = Call(self.n_calls, 0, inputs, in_shape=shape_of(one))
         self.n_calls += 1
         call.n += 1
 
     def _after(self, m: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        name, error = self.names[m], sys.exception()
-        running = tuple(at for at, _ in self.stack)
+        name, error, running = self.names[m], sys.exception(), self.stack[:]
         before: BaseException | None = error
         while self.stack:  # also calls that ended by an exception the model caught
             at, before = self.stack.pop()
@@ -166,39 +166,40 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
         if error is None or error is before:
             self._returned(self.trace.calls[name], out)
         elif isinstance(error, Exception) and error is not self.trace.error:
-            self.trace.error, self.trace.failed = error, running
+            self.trace.error, self.trace.failed = error, tuple(at for at, _ in running)
 
     def _returned(self, call: Call, out: Any) -> None:
-        call.shapes.append(shape_of(out))
         text = describe(out)
+        if not call.outputs:
+            call.shape = shape_of(out)
         if text not in call.outputs:
             call.outputs.append(text)
             names = map(dtype_name, tree_leaves(out))
             call.dtypes = [*dict.fromkeys([*call.dtypes, *names])]
 
     def pack(self, t: Tensor) -> Saved:
-        """Called by autograd with each tensor that it saves for the backward pass.
+        """Return what autograd keeps in place of `t`, which it saves for the backward pass.
 
         A node that saves its own output would make a reference cycle through it, which nothing
-        frees; so what a node has made is detached.
+        frees; so the output of a node is detached.
         """
-        saved = Saved(t.detach() if t.grad_fn is not None else t, self.here())
+        storage = storage_of(t)
+        saved = Saved(t.detach() if t.grad_fn is not None else t, self.here(), storage)
         self.saved.append(weakref.ref(saved))
-        key, size = storage_of(t)
-        if key not in self.storages:
-            self.storages.add(key)
-            self.n_saved_bytes += size
+        if storage[0] not in self.storages:
+            self.storages.add(storage[0])
+            self.n_saved_bytes += storage[1]
         return saved
 
     def ended(self, out: Any, own: list[Tensor]) -> None:
-        """Records what can be seen only while `out` holds the graph; no error is left uncaught.
+        """Record what can be seen only while `out` holds the graph; forget errors that were caught.
 
         `own` are the model's tensors, which are not saved for backward: they are there anyway.
         """
         self.trace.error, self.trace.failed = None, ()
         storages = {storage_of(t)[0] for t in own}
         for saved in (s for ref in self.saved if (s := ref()) is not None):
-            key, size = storage_of(saved.tensor)
+            key, size = saved.storage
             if key not in storages:
                 storages.add(key)
                 self.trace.saved[saved.name] += size
@@ -213,9 +214,9 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
 
 
 def shape_of(x: Any) -> Any:
-    """The shapes in `x` as lists of int in the tuples, lists and dicts they came in, else None."""
+    """Return the shapes in `x` as lists of int in the tuples, lists and dicts they came in."""
     if isinstance(x, Tensor):
-        return None if x.is_nested else [int(n) for n in x.shape]
+        return None if x.is_nested else [*x.shape]
     if isinstance(x, dict):
         return {str(k): shape_of(v) for k, v in x.items()}
     if isinstance(x, list | tuple):

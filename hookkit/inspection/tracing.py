@@ -35,7 +35,7 @@ _NO_SAVED_HOOKS = "don't yet support saved tensor hooks"
 def trace(
     tree: Tree, inputs: Inputs, read: Callable[[Trace], T], *, training: bool | None = None
 ) -> T:
-    """Runs the model once and returns `read(trace)`, called before the model is put back.
+    """Run the model once and return `read(trace)`, called before the model is put back.
 
     The model's own error is stored in the trace. The run is repeated without values, on fake
     tensors, where it would take long or much memory (`MAX_MACS`, `MAX_SAVED_BYTES`) or has run out
@@ -43,7 +43,7 @@ def trace(
 
     Args:
         tree: of the model.
-        inputs: what its forward takes; it gets copies.
+        inputs: the arguments of its forward, which gets copies.
         training: the mode of the run, None the model's own.
 
     Raises:
@@ -54,32 +54,34 @@ def trace(
     if is_meta:
         inputs = copied_inputs(inputs, lambda t: t.detach().to("meta"))
 
-    def once(mode: Any = None, bounded: bool = False) -> tuple[Trace, T]:
-        found = _once(tree, inputs, read, training, mode=mode, bounded=bounded)
+    def run(mode: Any = None, bounded: bool = False) -> tuple[Trace, T]:
+        found = _run(tree, inputs, read, training, mode=mode, bounded=bounded)
         if _NO_SAVED_HOOKS in str(found[0].error):
-            found = _once(tree, inputs, read, training, mode=mode, bounded=bounded, saves=False)
+            found = _run(tree, inputs, read, training, mode=mode, bounded=bounded, saves=False)
         return found
 
-    may_fake = not is_meta and may_run_fake(tree)
-    try:
-        real = once(bounded=may_fake)
-        if not (may_fake and _is_out_of_memory(real[0].error)):
-            return real[1]
-    except Stopped:
-        pass
-    fake = run_fake(tree, once)
-    return fake[1] if fake is not None else once()[1]
+    if not is_meta and may_run_fake(tree):
+        try:
+            seen, result = run(bounded=True)
+            if not _is_out_of_memory(seen.error):
+                return result
+        except Stopped:
+            pass
+        fake = run_fake(tree, run)
+        if fake is not None:
+            return fake
+    return run()[1]
 
 
 def _is_out_of_memory(error: Exception | None) -> bool:
-    """Whether `error` is that of an allocator; the CPU's has no class of its own."""
+    """Return whether an allocator raised `error`; the CPU's has no class of its own."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )
 
 
 def _refuse_waiting(tree: Tree, training: bool | None) -> None:
-    """Raises if a run of this process alone would wait for the others."""
+    """Raise if a run of this process alone would wait for the others."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     for m in (*tree.wrappers, *tree.modules):
         if type(m).__module__.startswith("torch.distributed.fsdp"):
@@ -95,7 +97,7 @@ def _refuse_waiting(tree: Tree, training: bool | None) -> None:
             )
 
 
-def _once(
+def _run(
     tree: Tree,
     inputs: Inputs,
     read: Callable[[Trace], T],
@@ -105,25 +107,25 @@ def _once(
     bounded: bool,
     saves: bool = True,
 ) -> tuple[Trace, T]:
-    """One run, on the fake tensors of `mode` if there is one. Raises `Stopped` if it is bounded.
+    """Run once, on the fake tensors of `mode` if there is one; `Stopped` is raised if `bounded`.
 
-    Without `saves` it does not see saved tensors, which torch.func refuses.
+    Without `saves`, saved tensors are not seen: torch.func allows no hooks on them.
     """
     with ExitStack() as stack:
-        state = stack.enter_context(preserve_state(tree, training=training, watch=False))
+        # off for its own copies too, which a user's inference mode would mark
+        stack.enter_context(torch.inference_mode(False))
+        state = stack.enter_context(preserve_state(tree, training=training, grad=True, watch=False))
         bound = [(MAX_MACS, MAX_SAVED_BYTES)] if bounded else []
         is_meta = any(t.is_meta for t in tree.tensors)
         tracer = Tracer(
             tree, state.before_write, "meta" if is_meta else "fake" if mode else "real", *bound
         )
-        tracer.trace.saves = saves
+        tracer.trace.saves, tracer.trace.not_restored = saves, state.not_restored
         tracer.attach(stack)
         if torch.is_autocast_cache_enabled():
             # the run makes what was made before it again, and keeps none of its own
             torch.clear_autocast_cache()
             stack.callback(torch.clear_autocast_cache)
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
         if mode is None:
             inputs = real_inputs(inputs)
         else:
