@@ -222,6 +222,7 @@ class State:
         self.modules, self.not_restored = [*tree.wrappers, *tree.modules], list[str]()
         self._classes = list[tuple[nn.Module, type]]()
         self._containers = list[tuple[Any, Any, list[Any]]]()
+        self._empty: dict[Any, list[Any]] = {kind: [] for kind in _CONTAINERS}  # most of PyTorch's
         self._values = list[tuple[Any, Callable[[Any, Any], object], Any]]()
         self._objects = list[tuple[Any, list[Any], str]]()
         self._bindings = list[tuple[Mapping[str, Any], dict[str, Any], str]]()
@@ -274,7 +275,10 @@ class State:
             if kind is object:
                 return []
         content = _content(x, kind)
-        self._containers.append((x, kind, content))
+        if content:
+            self._containers.append((x, kind, content))
+        else:
+            self._empty[kind].append(x)
         return content
 
     def _walk(self, x: Any, name: str) -> None:
@@ -341,6 +345,10 @@ class State:
                         kind.__setitem__(x, key, value)
                 else:
                     (kind.update if kind is set else kind.extend)(x, content)
+        for kind, containers in self._empty.items():
+            for x in containers:
+                if kind.__len__(x):
+                    kind.clear(x)
         for x, put, value in self._values:
             put(x, value)
         changed = [name for x, held, name in self._objects if not _is_same(_held(x), held)]

@@ -151,16 +151,14 @@ class _Counted:
                 notes.append(f"tied → {home}")
         if any(map(nn.parameter.is_lazy, params.values())):
             notes.append("lazy: no shape yet")
-        sizes = [(numel(p), p.requires_grad) for p in params.values()]
-        if not any(n for n, _ in sizes):
-            sizes = [(1, trains) for _, trains in sizes]  # lazy ones have no elements yet
-        free = share(sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains))
+        free = [p for p in params.values() if p.requires_grad]
+        n = sum(map(numel, params.values()))  # 0 of lazy ones
         return {
             "n_params": sum(map(numel, new)),
             "n_trainable": sum(numel(p) for p in new if p.requires_grad),
             "param_bytes": sum(map(self.bytes_of, new)),
             "buffer_bytes": sum(map(self.bytes_of, buffers)),
-            "trainable": free if params else None,
+            "trainable": (share(n, sum(map(numel, free))) if n else bool(free)) if params else None,
             "dtype": ", ".join(dict.fromkeys(map(dtype_name, params.values()))),
             "notes": tuple(notes),
         }

@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hookkit._core.graph import graph_nodes
 from hookkit._core.modules import can_run
 from hookkit._core.pytree import Inputs, describe, tree_leaves
+from hookkit.hooks.attach import remove_all
 from hookkit.inspection.macs import formula_of, name_of
 from hookkit.inspection.preserve import Operations, written_by
 from hookkit.inspection.tree import Tree, dtype_name, storage_of
@@ -139,11 +141,13 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
 
     def attach(self, stack: ExitStack) -> None:
         """Hook every module that can run, until `stack` closes."""
+        handles = list[RemovableHandle]()
+        stack.callback(remove_all, handles)
         for m in self.names:
-            before = m.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
-            stack.callback(before.remove)
-            after = m.register_forward_hook(self._after, with_kwargs=True, always_call=True)
-            stack.callback(after.remove)
+            handles += (
+                m.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
+                m.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+            )
 
     def _before(self, m: nn.Module, args: Any, kwargs: Any) -> None:
         name = self.names[m]
