@@ -184,7 +184,7 @@ def test_calls_are_counted_for_each_module_alone_also_within_one_forward() -> No
 
 def test_calls_that_never_come_are_reported() -> None:
     net = nn.Identity()
-    with pytest.warns(NeverFiredWarning, match="`calls` is true of none of the calls that it got"):
+    with pytest.warns(NeverFiredWarning, match="`calls=` chose none of the calls that it got"):
         assert _seen(net, 2, edit_output(net, zero(), calls=[5])) == [1, 1]
 
 

@@ -1,4 +1,4 @@
-"""Choose modules and see what they give: `Hook` for one, `Hooks` for many, and how they are made.
+"""Choose modules and store what goes in and out of them: `Hook` for one, `Hooks` for many.
 
 selection     `select`: modules by name, pattern, class or role (`roles`).
 capture       The functions that make hooks: `hook_output(s)`, `hook_input(s)` and others.
@@ -6,8 +6,8 @@ hook          `Hook`: made, registered, called, stored, read, removed.
 collection    `Hooks`: many hooks as one; saved in a file.
 options       `HookOptions`, how hooks capture, and `HookScope`, how long they are on.
 calls         Which calls of a module count.
-values        A part of a value, a copy to store, a replacement.
-grads         Tensor hooks on what a module gives or takes.
+values        Take a part of a value, copy it to store it, check a replacement.
+grads         Tensor hooks on the outputs or inputs of a module.
 functions     `hook_function`: hooks on the calls of torch functions.
 attention     `hook_attention`: attention patterns, which fused attention never computes.
 attach        A recorder's function on a module.

@@ -1,4 +1,4 @@
-"""`attach`: call a function at each call of a module, for recorders. Stores nothing.
+"""`attach`: call a function at each call of a module, for recorders; nothing is stored.
 
     switch = Switch()                              # shared by all hooks of one recorder
     handle = attach(module, f, switch=switch)      # f(module, args, kwargs, output)

@@ -1,8 +1,8 @@
 """Hooks on attention patterns, which fused attention never computes.
 
-Where a model calls `F.scaled_dot_product_attention`, the pattern is computed from its arguments,
-and the fused result is kept unless an edit returned another pattern. Where attention is written
-out, the pattern is the result of its softmax.
+If a model calls `F.scaled_dot_product_attention`, the pattern is computed from the arguments, and
+the fused result is kept unless an edit returned another pattern. If attention is written out, the
+pattern is the result of its softmax.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def hook_attention(
     """Store the attention pattern of each attention in `within`, for the time of a `with`.
 
     Attention is `F.scaled_dot_product_attention`, fused or not; `nn.MultiheadAttention`, also in an
-    encoder layer; and any softmax over the last of four dimensions, as eager attention has it (also
-    one that is none: name the attention layers in `within` if a model has such). Masks, the causal
-    mask, scale, groups of heads and caches are those of the call; dropout is left out. With an
-    attention sink (gpt-oss) the last column is the sink's.
+    encoder layer; and any softmax over the last of four dimensions, as eager attention has it. If a
+    model has such a softmax that is no attention, name the attention layers in `within`. Masks, the
+    causal mask, scale, groups of heads and caches are those of the call; dropout is left out. With
+    an attention sink (gpt-oss) the last column is the sink's.
     The run is not changed, and fused attention stays fused; only that of `nn.TransformerEncoder`
     in evaluation mode runs layer by layer, so that padded positions have values in place of 0.
     Memory: all patterns, unless `keep` says otherwise.
@@ -199,7 +199,7 @@ class AttentionHooks(FunctionHooks):
         return dropout(pattern.to(value.dtype), rate) @ value
 
     def _check_axes(self, shape: tuple[int, ...]) -> None:
-        """Raise if an edit would take another dimension for the heads."""
+        """Raise if an edit would take a wrong dimension for the heads."""
         heads = _n_heads(next(running_modules(), None))
         if len(shape) == 4 and not shape[1] != heads == shape[2]:  # Longformer's are in the third
             return

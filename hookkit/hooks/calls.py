@@ -1,4 +1,4 @@
-"""Which calls of a module count: one answer, `call_kind`, and each user says which kinds it wants.
+"""Tell which calls of a module count: `call_kind` names the kind, each caller states what it wants.
 
 "first"         a forward that the user's code runs (also under torch.jit.trace)
 "recomputed"    a forward inside a backward pass: activation checkpointing runs it a second time
@@ -6,10 +6,10 @@
 "exported"      torch.export traces the forward; hooks leave nothing in the exported program
 "other thread"  a "first" call of another thread than the given one
 
-What stores (`Hook`) takes "first" and "compiled" calls, of every thread. What edits also takes
-"recomputed" ones, because a checkpoint has to repeat the edits of its forward, and "exported" ones.
-Hooks that are set on tensors for gradients also take "recomputed" calls: under a checkpoint the
-gradients come from that forward. Recorders take the calls of the thread that trains.
+A `Hook` that stores takes "first" and "compiled" calls, of every thread. An edit also takes
+"recomputed" calls, because a checkpoint has to repeat the edits of its forward, and "exported"
+ones. Hooks for gradients also take "recomputed" calls: under a checkpoint the gradients come from
+that forward. Recorders take the calls of the thread that trains.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ is_compiling = torch.compiler.is_dynamo_compiling  # a third of the cost of is_c
 # counted as a second call.
 graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
-# Asked apart from `call_kind`: torch.jit.trace really runs the model, so its calls are stored; but
-# it hooks no gradients and trains nothing.
+# Not a kind of `call_kind`: torch.jit.trace really runs the model, so its calls are stored. But it
+# hooks no gradients and trains nothing, so those who care ask this too.
 is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 

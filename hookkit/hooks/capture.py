@@ -36,7 +36,7 @@ def hook_output(
     stop: bool = False,
     prepend: bool = False,
 ) -> Hook:
-    """Store what `module` returns, or with `grad=True` the gradient of that, in a `Hook`.
+    """Store what `module` returns in a `Hook`, or with `grad=True` the gradients of its output.
 
     `stored` has the structure of the output: tuples, lists, dicts, deques and dataclasses, with
     copies of the tensors. Another object that holds tensors (a KV cache, a set) is stored as it is.
@@ -95,7 +95,7 @@ def hook_outputs(
     stop: bool = False,
     prepend: bool = False,
 ) -> Hooks:
-    """Store what each of `modules` returns, or the gradients of that, in `Hooks`.
+    """Store what each of `modules` returns in `Hooks`, or the gradients of the outputs.
 
     Args:
         modules: any number of modules. A Sequential stands for its children, as in fastai. Of what
@@ -173,7 +173,7 @@ def hook_inputs(
     stop: bool = False,
     prepend: bool = False,
 ) -> Hooks:
-    """Store what each of `modules` is called with, or the gradients of that, in `Hooks`.
+    """Store what each of `modules` is called with in `Hooks`, or the gradients of the inputs.
 
     Args:
         modules, detach, cpu, grad, gather, keep, clone, stop, prepend: as for `hook_outputs`.

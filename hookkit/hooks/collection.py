@@ -34,7 +34,7 @@ from hookkit.hooks.values import Values
 T = TypeVar("T")
 Modules = Iterable[nn.Module] | Mapping[str, nn.Module]
 Named = tuple[str | None, nn.Module, str]
-"""A module's name, the module, and the path of the part of its output that is meant."""
+"""A module's name, the module, and the path into its output, or ""."""
 
 
 class Hooks:
@@ -104,7 +104,7 @@ class Hooks:
 
     @property
     def options(self) -> HookOptions:
-        """Return how they capture."""
+        """Return the options that they were made with."""
         return self.scope.options
 
     @property
@@ -261,7 +261,7 @@ class Hooks:
     if not TYPE_CHECKING:  # a checker shall see a misspelt name
 
         def __getattr__(self, name: str) -> Any:
-            """Raise for a name that is not there: often a layer is meant."""
+            """Raise for an unknown name; often a layer is meant."""
             found = any(h.name == name for h in vars(self).get("hooks", ()))
             cure = f' Its hooks are read by name: h["{name}"].' if found else ""
             raise AttributeError(f"Hooks have no {name!r}.{cure}", name=name, obj=self)

@@ -1,4 +1,4 @@
-"""Temporarily disables torch.compile and the fused TransformerEncoder path, which skip hooks.
+"""Disable torch.compile and the fused TransformerEncoder path for a while: both skip hooks.
 
 A compiled function ignores hooks that are added after its first run, so inside a `with` block
 compiled code runs eagerly. A hook that stays has to be there before that run; otherwise everything

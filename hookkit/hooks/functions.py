@@ -1,9 +1,9 @@
-"""Hooks on calls of torch functions, for values that no module gives: fused attention, a softmax.
+"""Hooks on calls of torch functions, for values that no module returns: attention, a softmax.
 
 A `TorchFunctionMode` sees each call of a torch function in its thread while it is on. A wanted call
 runs under a `Hook`, which stores, edits and takes gradients as on a module. The module that made
-the call is read from the stack. A function is known by its name without underscores, so its forms
-are one: `F.relu`, `torch.relu_`, `x.relu`; `+` is `add`.
+the call is read from the stack. Functions are compared by name without underscores, so that all
+forms are one function: `F.relu`, `torch.relu_`, `x.relu`; `+` is `add`.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from hookkit.hooks.selection import select
 
 Within = nn.Module | Modules | None
 Caller = tuple[str, nn.Module | None] | None
-# Functions of Python inside which calls count: a checkpoint runs the model again in a backward.
+# Python functions inside which calls count: in `backward` a checkpoint runs the model again.
 _OPEN = frozenset(("backward", "grad", "multi_head_attention_forward"))
-# torch's modules of functions written in Python, which ask for modes themselves
+# modules of torch whose functions are written in Python and dispatch to modes themselves
 _FUNCTIONS = frozenset(
     ("torch.overrides", "torch.nn.functional", "torch.functional", "torch._tensor")
 )
 _HOME = str(Path(__file__).parents[1]) + os.sep
-_MODELS = f"{_HOME}testing{os.sep}"  # models that a user may hook
+_MODELS = f"{_HOME}testing{os.sep}"  # models that a user may hook, so their calls count
 
 
 @lru_cache(1000)
@@ -111,12 +111,12 @@ class FunctionHooks(Hooks, TorchFunctionMode):
     `with` only; entering it again begins with no calls.
 
     Attributes:
-        numbered: each call has a hook, named with its number in its module; without it all calls
-            in one module share a hook.
+        numbered: each call has its own hook, named with the number of the call in its module; if
+            False, all calls in one module share a hook.
     """
 
-    path = ""  # the part of what is called or returned that hooks see
-    quiet = False  # about a block in which none was called
+    path = ""  # of the part of the inputs or the output that hooks see
+    quiet = False  # no warning if the function was never called
 
     def __init__(self, f: Any, within: Within, options: HookOptions, numbered: bool = True) -> None:
         TorchFunctionMode.__init__(self)
@@ -130,10 +130,10 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         self._clear()
 
     def _clear(self) -> None:
-        """Set what belongs to one block: its calls and the thread that makes them."""
+        """Begin anew: no calls yet, and this thread is the one that makes them."""
         self.hooks, self.calls, self.thread = [], dict[str, FunctionCall](), get_ident()
         self.counts, self.heads = Counter[str](), dict[str, int]()
-        # of the modules inside those of `within`: the callers that were found for the calls in them
+        # For each module that ran inside one of `within`: the callers found while it ran.
         self.inside = WeakKeyDictionary[nn.Module, set[Caller]]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -165,7 +165,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
 
     @contextmanager
     def _seeing_inside(self) -> Iterator[None]:
-        """Let this mode see the calls that a function makes which it sees itself."""
+        """Turn this mode on again for the calls that a function makes inside itself."""
         TorchFunctionMode.__enter__(self)  # type: ignore[no-untyped-call]
         try:
             yield
@@ -173,9 +173,9 @@ class FunctionHooks(Hooks, TorchFunctionMode):
             TorchFunctionMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
 
     def _caller(self) -> Caller:
-        """Return the innermost running module of `within`, with its name; None: it does not count.
+        """Return the innermost running module of `within`, with its name; None: no call counts.
 
-        Of the calls that a checkpoint runs again only edits are repeated.
+        Calls that a checkpoint runs again count for edits alone.
         """
         again = call_kind() == "recomputed"
         if again and not self.options.edit:
@@ -196,10 +196,10 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         return caller
 
     def _caller_before(self, inside: list[nn.Module]) -> Caller:
-        """Return the caller in the forward that a checkpoint runs again, with `inside` running.
+        """Return the module of `within` that made, in the forward, the call that is repeated now.
 
-        The checkpoint may be inside a module of `within`, which does not run then. A module inside
-        tells which one it is, if all calls in it were made for the same.
+        A checkpoint inside a module of `within` runs only the modules `inside` it again. One of
+        these tells the caller, if it was run by a single module of `within` in the forward.
         """
         seen = [self.inside[module] for module in inside if module in self.inside]
         for callers in seen:
@@ -317,13 +317,13 @@ def running_modules() -> Iterator[nn.Module]:
 
 
 def call_outer(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call `func` as the model called it, so that blocks further out see the call."""
+    """Call `func` as the model called it, so that outer blocks see the call."""
     return func(*args, **kwargs)
 
 
 @lru_cache(16)
 def _undispatched(func: FunctionType) -> FunctionType:
-    """Return `func`, a Python function of torch, as it is without asking modes to see its call."""
+    """Return a copy of `func`, a Python function of torch, that does not dispatch to modes."""
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     home = {**func.__globals__, **dict.fromkeys(names, lambda *_: False)}
     again = FunctionType(func.__code__, home, func.__name__, func.__defaults__, func.__closure__)
@@ -332,7 +332,7 @@ def _undispatched(func: FunctionType) -> FunctionType:
 
 
 def _called_by_hookkit() -> bool:
-    """Return True if hookkit itself makes this call, beside the model."""
+    """Return True if hookkit itself makes this call, not the model."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in _FUNCTIONS:
         frame = frame.f_back
@@ -341,7 +341,7 @@ def _called_by_hookkit() -> bool:
 
 
 def _check_is_torchs(who: str, f: Any) -> None:
-    """Raise unless `f` looks like a function of torch."""
+    """Raise unless `f` is a function of torch, as far as its module tells."""
     home = (getattr(f, "__module__", None) or "torch").partition(".")[0]
     if callable(f) and not isinstance(f, (nn.Module, type)) and plain_name(f) and home == "torch":
         return

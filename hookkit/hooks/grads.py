@@ -1,9 +1,10 @@
-"""Gradients of what a module gives or takes, by tensor hooks that are set while the forward runs.
+"""Gradients of outputs and inputs, by tensor hooks that are set while the forward runs.
 
-PyTorch's module backward hooks refuse in-place operations and see no dicts; a hook on the tensor
-itself is right on all of them. Its gradient is autograd's: that of all uses of the tensor, as
-`retain_grad()` gives it. A tensor that has no gradient of its own for this module is handed on as a
-view, which has one: a tensor that the module was given, a leaf, or one that it gives twice.
+PyTorch's backward hooks of modules refuse in-place operations and see no dicts; a hook on the
+tensor itself is right in these cases too. It receives the gradient of all uses of the tensor, as
+`retain_grad()` does. Some tensors are used elsewhere too: an input that the module returns, a
+parameter, a tensor that is returned twice. In place of such a tensor the hook returns a view, which
+has a gradient of its own.
 
 The autograd graph keeps `receive` alive, so `receive` must not reference tensors of the graph, or
 nothing is freed.
@@ -95,7 +96,7 @@ def _listen(
 
 
 def _exchangeable(x: Any, is_users: Callable[[Any], bool]) -> list[bool]:
-    """Return for each tensor in `x` whether it can be exchanged: no list or dict of a user has it.
+    """Return for each tensor in `x` whether a view may replace it: not in a user's list or dict.
 
     Args:
         is_users: returns True for a list, a dict or an object that belongs to the caller.
@@ -108,7 +109,7 @@ def _exchangeable(x: Any, is_users: Callable[[Any], bool]) -> list[bool]:
 
 
 def _base_of(module: nn.Module, edits: bool, t: Tensor) -> Tensor | None:
-    """Return the tensor that has the gradient of `t`, an output, once `t` is written in place."""
+    """Return the tensor that gets the gradient of the output `t` if `t` is written in place."""
     if torch.compiler.is_compiling() or t.layout is not torch.strided or t.is_nested:
         return None
     # Private: `Tensor._base`, the tensor that a view is of (since before 2.0). There is no public

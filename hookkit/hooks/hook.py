@@ -1,9 +1,9 @@
-"""`Hook`: what PyTorch calls at a call of one module, and what it stored of it.
+"""`Hook`: PyTorch calls it at each call of one module, and it stores what the module returned.
 
 The class reads from top to bottom: made, registered, called, stored, read, removed. Hooks that were
 made together share a `HookScope`, which has their options and their `with` block. The module holds
-the hook, the hook holds the module weakly. Copies and pickles of a hook, also those made with its
-module, are on no module and do nothing.
+the hook; the hook holds the module weakly. Copies and pickles of a hook, also those that are made
+with its module, are on no module and do nothing.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from hookkit.hooks.values import (
     wait_for,
 )
 
-NOT_WANTED = "`calls` is true of none of the calls that it got"
-"""The reason of an edit at some calls that never happened."""
+NOT_WANTED = "`calls=` chose none of the calls that it got"
+"""The reason that an edit gives if the calls it was made for never happened."""
 
-_MISSING = object()  # what PyTorch did not pass
+_MISSING = object()  # in place of an argument that PyTorch did not pass
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -77,7 +77,7 @@ class Hook:
         stop: in a `with` block, the forward ends, and the block with it, when this has fired.
         prepend: before the hooks that the module has, instead of after them.
         name: what messages call the module.
-        path: path into the output, such as `[0]`: stands for the output everywhere.
+        path: of a part of the output, such as `[0]`: the hook sees this part alone.
 
     Raises:
         ArgumentError: `m` is no module, `hook_func` no function.
@@ -146,7 +146,7 @@ class Hook:
 
     @property
     def options(self) -> HookOptions:
-        """Return how it captures."""
+        """Return the options that it was made with."""
         return self.scope.options
 
     @property
@@ -189,7 +189,7 @@ class Hook:
     def __call__(
         self, module: nn.Module, args: Any, x: Any = _MISSING, output: Any = _MISSING
     ) -> Any:
-        """Store what this call gave; return what replaces it, or None.
+        """Store what this call returned; return what replaces it, or None.
 
         PyTorch passes `(module, args, output)`, with keyword inputs `(module, args, kwargs,
         output)`, before the forward `(module, args, kwargs)`, and in the backward `(module,
@@ -236,7 +236,7 @@ class Hook:
         return self._backward(m, i, i if self.options.kind == "pre_grad" else o)
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Store the output (pre: the inputs), or what the function makes of them, and count.
+        """Store the output (pre: the inputs), or the function's result, and count the call.
 
         Returns:
             What replaces the output (pre: the inputs), if the hook edits; else None.
@@ -318,7 +318,7 @@ class Hook:
     # --- stored
 
     def _store(self, x: Any) -> None:
-        """Store what a call gave, count the call, and end the forward if it was the last wanted."""
+        """Store `x` and count the call; end the forward if it was the last wanted one."""
         scope, options = self.scope, self.options
         if options.keep != "none":
             self.last = to_store(x, scope)
@@ -347,7 +347,7 @@ class Hook:
             )
 
     def _count_for_grads(self, tensors: list[Tensor]) -> bool:
-        """Count a call that gave (or took) `tensors`; return True if one will get a gradient."""
+        """Count a call of `tensors` (outputs or inputs); return True if one will get a gradient."""
         options, call = self.options, call_kind()
         if call == "exported":
             return False
@@ -382,8 +382,8 @@ class Hook:
         `last` keeps those of the latest call; a new backward pass starts a new tuple.
         """
         hook, n = ref(self), len(tree_leaves(part))
-        # A checkpoint that runs several calls again gives all of them the same number, and their
-        # gradients arrive from the last call to the first: the first one to arrive is stored.
+        # A checkpoint that runs several calls again gives all of them the same number. Their
+        # gradients arrive from the last call to the first, so the first to arrive is stored.
         again = -1 if is_compiling() else graph_task()
         source = (self.scope.n_entered, self.n_calls, again)
         task, grads = -1, list[Tensor | None]()
@@ -536,14 +536,14 @@ class Hook:
         return f"Hook({self.label}, {seen}{held}{', removed' if self.removed else ''})"
 
     def _stored_in_words(self) -> str:
-        """Return what is stored, in words; not of gradients, which are filled in later."""
+        """Return what is stored in words; "" for gradients, which are filled in later."""
         grads = self.options.kind.endswith("grad")
         return "" if self.last is None or grads else describe(self.last)
 
     if not TYPE_CHECKING:  # a checker shall see a misspelt name
 
         def __getattr__(self, name: str) -> Any:
-            """Raise for a name that is not there: often one of the stored tensor is meant."""
+            """Raise for an unknown name; often an attribute of the stored tensor is meant."""
             last = vars(self).get("last")
             has = hasattr(last, name)
             own = {n for n in dir(type(self)) if n[0] != "_"}
@@ -615,12 +615,12 @@ def hook_of(m: Any, scope: HookScope, name: str | None = None, path: str = "") -
 
 
 def _inert() -> Hook:
-    """Return what a copy or a pickle of a hook is: a hook on no module."""
+    """Return a hook on no module, which stands for a copy or a pickle of a hook."""
     return hook_of(None, HookScope(HookOptions()))
 
 
 def _no_gradient(tensors: list[Tensor], kind: str) -> str:
-    """Return why there will be no gradient of a call that gave, or took, `tensors`."""
+    """Return why there will be no gradient of a call that returned, or took, `tensors`."""
     if not tensors:
         return "hookkit finds no tensor there; hook a layer inside it, or one that gives tensors"
     if torch.is_grad_enabled():

@@ -1,10 +1,10 @@
-"""How hooks capture (`HookOptions`), and the time for which they are on (`HookScope`).
+"""Options of hooks (`HookOptions`), and the time for which hooks are on (`HookScope`).
 
 Hooks that are made together share one scope, and the scope has their options. There are two
-lifetimes. Hooks that store, and a `Hook` or `Hooks` with a function of the user's, are registered
-when they are made, until `remove()` or the end of a `with` block. Edits, functions and attention
-are on inside their `with` block alone (`only_in_with`). Entering a block begins anew: nothing is
-counted or stored. `remove()` turns hooks off at once, and `register()` turns them on again.
+lifetimes. Hooks that store, and a `Hook` or `Hooks` with a user's function, are registered when
+they are made, until `remove()` or the end of a `with` block. Edits, functions and attention are on
+inside their `with` block alone (`only_in_with`). Entering a block begins anew: counts and stored
+values are cleared. `remove()` turns hooks off at once, and `register()` turns them on again.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class HookOptions:
     Attributes:
         who: the public function that was called, for messages.
         kind: when PyTorch calls the hook: a key of `KINDS`.
-        func: called with the arguments of `KINDS[kind]`; None stores what the module gives.
+        func: called with the arguments of `KINDS[kind]`; None stores the output (or inputs).
         takes_last: `func` takes the last argument alone.
         wants_hook: `func` is a ready-made edit, which is also given the hook.
-        fast: nothing is done but to store the last output.
-        The others: see `Hook`.
+        fast: the hook does nothing but store the last output.
+        The other attributes are arguments of `Hook`.
     """
 
     def __init__(
@@ -123,12 +123,12 @@ class HookScope:
 
     Attributes:
         only_in_with: the hooks are on inside their `with` block alone.
-        names_are_positions: the hooks' names are places in a list, not names in a model.
+        names_are_positions: the hooks' names are positions in a list, not names in a model.
         on: False switches the hooks off while they stay registered. A compiled graph guards on it.
         n_entered: how many `with` blocks were begun, not counting those inside another.
         depth: how many of them are open, one inside the other.
         waiting: in a block with `stop=True`, the ids of the hooks that have not fired; else None.
-        warned: the one warning outside of a `with` was given.
+        warned: a warning that is given once was given.
         pending: devices from which copies are on their way to the CPU.
     """
 

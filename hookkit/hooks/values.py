@@ -1,7 +1,7 @@
-"""Values on their way between a module and a hook: a part of one, a copy to store, a replacement.
+"""Values between a module and a hook: take a part, copy it to store it, check a replacement.
 
-A stored tensor is a snapshot, which later in-place operations cannot change. On the CPU that is
-torch's lazy clone (copy-on-write, 0.5 µs whatever the size), elsewhere a clone.
+A stored tensor is a snapshot, which later in-place operations cannot change. On the CPU it is
+torch's lazy clone (copy-on-write, 0.5 µs at any size), on other devices a clone.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _ORDINARY = (Tensor, nn.Parameter)
 
 
 def part_at(x: Any, path: str, who: str, label: Any) -> Any:
-    """Return the part of `x` at `path`, such as `[0]`; all of it if there is no path.
+    """Return the part of `x` at `path`, such as `[0]`; `x` itself for the path "".
 
     Args:
         who: the public function that was called, for the message.
-        label: the name of what gave `x`, or a function that returns the name.
+        label: names the layer that returned `x`; text, or a function that returns it.
 
     Raises:
         HookError: there is nothing at `path`.
@@ -71,11 +71,11 @@ def part_at(x: Any, path: str, who: str, label: Any) -> Any:
 def snapshot(t: Tensor) -> Tensor:
     """Return a detached copy of `t` that no later in-place operation on `t` can change.
 
-    A lazy clone where torch can make one. `t` gets new memory at its next in-place operation then,
-    so its memory must be nobody else's: `Tensor.numpy()` marks memory that an array shares as not
-    resizable, and torch refuses lazy clones of memory that it has not allocated itself. A `t` that
-    is a part of larger memory is cloned, as a lazy clone would keep all of it. Not for compiled
-    code.
+    The copy is a lazy clone where torch can make one. The next in-place operation on `t` then gives
+    `t` new memory, so nobody else may share the old one. `Tensor.numpy()` marks memory that an
+    array shares as not resizable, and torch refuses lazy clones of memory that it has not allocated
+    itself. If `t` is a part of larger memory it is cloned, because a lazy clone would keep all of
+    it. Not for compiled code.
     """
     if type(t) in _ORDINARY:
         try:
@@ -133,7 +133,7 @@ def out_of_inference(x: Any) -> Any:
 
 
 def version_of(x: Any) -> int:
-    """Return how often the tensors in `x` were written in place; -1 where that is not known."""
+    """Return how often the tensors in `x` were written in place; -1 if that is not known."""
     tensors = [x] if type(x) is Tensor else tree_leaves(x)
     if torch.compiler.is_compiling() or any(t.is_inference() for t in tensors):
         return -1
@@ -142,9 +142,9 @@ def version_of(x: Any) -> int:
 
 
 class Values(L, list[Any]):  # type: ignore[misc]
-    """Is an `L` and a list: PyTorch takes no other sequence of tensors (`torch.stack`).
+    """Holds values as an `L` that is a list too, because `torch.stack` takes only lists and tuples.
 
-    The values are the list's own; `items`, which all methods of `L` read, is a copy.
+    The list has the values; `items`, which all methods of `L` read, is a copy.
     """
 
     def __init__(self, items: Any = (), **_: Any) -> None:
@@ -189,7 +189,7 @@ def check_grad(hook: Hook, grad: Tensor, new: Any) -> None:
 
 
 def new_inputs(hook: Hook, inputs: Inputs, new: Any) -> tuple[tuple[Any, ...], Any]:
-    """Return the positional and keyword inputs that `new` stands for, in the place of `inputs`.
+    """Return the positional and keyword inputs that replace `inputs`, from a user's `new`.
 
     Raises:
         HookError: `new` has another number of positional inputs.
