@@ -144,6 +144,7 @@ from .inspection import (
     FeatureExtractor as FeatureExtractor,
     Invariance as Invariance,
     Mean as Mean,
+    NonFinite as NonFinite,
     Summary as Summary,
     TopK as TopK,
     activation_stream as activation_stream,
@@ -151,11 +152,19 @@ from .inspection import (
     collect,
     compare_models,
     feature_extractor,
+    find_nonfinite,
     layer_info as layer_info,
     module_summary as module_summary,
     summary,
 )
-from .recorders import ActivationStats, FlightRecorder, GradientStats, ParamStats
+from .recorders import (
+    ActivationStats,
+    FlightRecorder,
+    GradientStats,
+    ParamStats,
+    Replay as Replay,
+    replay,
+)
 from .records import Record as Record, Run
 from .training import Learner, Watcher as Watcher, watch
 from .training.data import DataLoaders as DataLoaders
@@ -181,11 +190,13 @@ __all__ = [
     "edit_output",
     "edit_outputs",
     "feature_extractor",
+    "find_nonfinite",
     "hook_function",
     "hook_inputs",
     "hook_output",
     "hook_outputs",
     "patch_from",
+    "replay",
     "select",
     "summary",
     "watch",

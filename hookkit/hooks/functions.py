@@ -64,7 +64,7 @@ def plain_name(f: Any) -> str:
     return "div" if name == "truediv" else name
 
 
-def _writes(name: str) -> bool:
+def writes_in_place(name: str) -> bool:
     """Return True if a function of this name works in place: `relu_`, `__iadd__`, `__setitem__`."""
     if not name.startswith("__"):
         return name.endswith("_")
@@ -152,7 +152,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         if caller is None:
             return func(*args, **kwargs)
         if self.options.edit and (
-            _writes(func.__name__) or kwargs.get("inplace") or kwargs.get("out") is not None
+            writes_in_place(func.__name__) or kwargs.get("inplace") or kwargs.get("out") is not None
         ):
             raise HookError(
                 f"{self.options.who}: {func.__name__} writes its result into a tensor that it is "

@@ -17,6 +17,7 @@ Which layer is first
     invariance       `check_invariance`: which layer depends on what it must not depend on.
     input_changes    The changes that must not matter: of values, and of the layout.
     axes             Which axes of a tensor hold samples and positions.
+    nonfinite        `find_nonfinite`: the function and the line that make the first NaN or Inf.
 Two models side by side
     comparing        `compare_models`: runs two models, or reads what was saved of one.
     comparison       `Comparison` and its rows: text and a frame.
@@ -37,6 +38,7 @@ from hookkit.inspection.comparison import Comparison
 from hookkit.inspection.fastai_layout import layer_info, learner_summary, module_summary
 from hookkit.inspection.features import FeatureExtractor, feature_extractor
 from hookkit.inspection.invariance import Invariance, check_invariance
+from hookkit.inspection.nonfinite import NonFinite, NonFiniteCall, find_nonfinite
 from hookkit.inspection.summarizing import summary
 from hookkit.inspection.summary_result import Summary
 from hookkit.inspection.summary_rows import Row
@@ -48,6 +50,8 @@ __all__ = [
     "FeatureExtractor",
     "Invariance",
     "Mean",
+    "NonFinite",
+    "NonFiniteCall",
     "Row",
     "Summary",
     "TopK",
@@ -56,6 +60,7 @@ __all__ = [
     "collect",
     "compare_models",
     "feature_extractor",
+    "find_nonfinite",
     "layer_info",
     "learner_summary",
     "module_summary",

@@ -6,6 +6,7 @@ layer_stats     `ActivationStats`, `GradientStats`, and the checks of their opti
 stats_list      `StatsList`: a record as nested lists, as fastai's.
 param_stats     `ParamStats`: how large weights, gradients and updates are, for any optimizer.
 flight          `FlightRecorder`: which module made the first NaN or Inf, and what came before.
+incident        The batch of an incident: kept, written to a file, and run again by `replay`.
 
 What they are made of:
 layer_hooks     What recorders' hooks do at a call of a layer: they show tensors to a target.
@@ -28,6 +29,7 @@ layer_graph     Which activation reads each layer, the order of weights, weights
 """
 
 from hookkit.recorders.flight import FlightRecorder
+from hookkit.recorders.incident import Replay, replay
 from hookkit.recorders.layer_stats import ActivationStats, GradientStats, LayerStats
 from hookkit.recorders.param_stats import ParamStats
 from hookkit.recorders.stats_list import StatsList
@@ -38,5 +40,7 @@ __all__ = [
     "GradientStats",
     "LayerStats",
     "ParamStats",
+    "Replay",
     "StatsList",
+    "replay",
 ]

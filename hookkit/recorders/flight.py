@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
 from threading import get_ident
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit._core import distributed as ranks
-from hookkit._core.checks import check_choice, check_number, short_repr
+from hookkit._core.checks import check_choice, check_flag, check_number, check_path, short_repr
 from hookkit._core.devices import to_host_async, widest_float
 from hookkit._core.modules import class_name, unwrap
 from hookkit.callbacks.events import CancelStepException
@@ -27,6 +29,7 @@ from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.errors import NonFiniteError, OptionError
 from hookkit.hooks.calls import graph_task
 from hookkit.recorders.graph_op import enlist, show_traced
+from hookkit.recorders.incident import ModelCalls
 from hookkit.recorders.layer_hooks import LayerHooks
 from hookkit.recorders.moments import norm, plain
 from hookkit.recorders.parameters import grad_norms, named_parameters
@@ -34,6 +37,7 @@ from hookkit.records import Incident
 
 _MOST = 16  # incidents kept: later ones of a run that fails again and again add nothing
 
+_WINDOW, _FEW = 128, 20  # losses that a spike is measured by; fewer say nothing
 _LOSS, _INPUT = "(loss)", "(input)"  # the first two rows; those of layers follow
 _SPOILED = "Its own weights are not finite: this step or the one before spoiled them."
 _CURE = 'Look there first; FlightRecorder("skip") skips such steps, "report" only reports them.'
@@ -77,17 +81,37 @@ class FlightRecorder(HookCallback):
     order = -30
 
     def __init__(
-        self, on_nonfinite: str = "raise", *, n_batches: int = 64, modules: Any = None
+        self,
+        on_nonfinite: str = "raise",
+        *,
+        n_batches: int = 64,
+        modules: Any = None,
+        save: str | Path | None = None,
+        spike: float | None = None,
+        weights: bool = False,
+        keep: int = 5,
     ) -> None:
         who = "FlightRecorder"
         check_choice(who, "on_nonfinite", on_nonfinite, ("raise", "skip", "report"))
         n_batches = check_number(who, "n_batches", n_batches, 2, whole=True, what="in batches")
         super().__init__(modules, include_paramless=True, on_valid=False)
         self.on_nonfinite, self.n_batches = on_nonfinite, n_batches
+        self.save = None if save is None else check_path(who, save, "save")
+        self.spike = None if spike is None else check_number(who, "spike", spike, above=0)
+        self.weights, self.keep = (
+            check_flag(who, "weights", weights),
+            check_number(who, "keep", keep, 1, whole=True, what="files"),
+        )
+        if self.save is None and (spike is not None or weights):
+            raise OptionError(f"{who}: spike= and weights= are for the files of save=folder.")
         self.incidents: tuple[Incident, ...] = ()
+        self.saved: tuple[Path, ...] = ()
         self.hooks = self._switch = LayerHooks(who)
         self._memory: Any = None  # during a fit
-        self._on_cpu = True
+        self._calls: Any = None  # during a fit: what the model was given in this batch
+        self._waits = True
+        self._losses, self._n_losses = deque[float](maxlen=_WINDOW), 0
+        self._saw_loss = True
 
     # --- hooks
 
@@ -110,6 +134,14 @@ class FlightRecorder(HookCallback):
             hooks.attach_output_stats(module, row, path, self._function)
         if not isinstance(root := unwrap(self.learn.model), torch.jit.ScriptModule):
             hooks.attach_input_stats(root, memory.names.index(_INPUT))
+            if self._waits or self.on_nonfinite == "skip":
+                self._calls = ModelCalls(getattr(self.learn, "outer_model", self.learn.model))
+                self._calls.attach(self._switch)
+
+    def _remove(self) -> None:
+        super()._remove()
+        if self._calls is not None:
+            self._calls.remove()
 
     # --- events
 
@@ -121,8 +153,15 @@ class FlightRecorder(HookCallback):
                     'FlightRecorder("skip"): one process alone would skip a step that the others '
                     'make. Use "raise" or "report".'
                 )
-            self._on_cpu = all(p.is_cpu for p in self.learn.model.parameters())
-            self._memory = Memory(self.n_batches)
+            if self.weights and ranks.is_sharded(self.learn.model):
+                raise OptionError(
+                    "FlightRecorder(weights=True): the model is sharded, so each process has a "
+                    "part of each weight only. Leave out weights=True."
+                )
+            self._losses.clear()
+            on_cpu = all(p.is_cpu for p in self.learn.model.parameters())
+            self._waits = on_cpu or self.save is not None
+            self._memory, self._n_losses = Memory(self.n_batches), len(self.learn.losses)
         super().before_fit()
 
     def before_batch(self) -> None:
@@ -130,6 +169,10 @@ class FlightRecorder(HookCallback):
         self._switch.late = False
         super().before_batch()
         if self.recording:
+            self._see_late_loss()
+            self._saw_loss = False
+            if self._calls is not None:
+                self._calls.clear()
             place = self.learn.n_steps, self.learn.epoch, self.learn.train_iter
             self._memory.batches.append(Batch(*place))
 
@@ -145,8 +188,9 @@ class FlightRecorder(HookCallback):
             self._refuse_to_skip("is made within the backward, before its gradients are there")
             return
         self._ask()
+        self._see_loss()
         skips = self.on_nonfinite == "skip"
-        if self._look(wait=skips or self._on_cpu) and skips:
+        if self._look(wait=skips or self._waits) and skips:
             raise CancelStepException
 
     def _refuse_to_skip(self, why: str) -> None:
@@ -169,20 +213,25 @@ class FlightRecorder(HookCallback):
         if self.learn.in_closure:
             self._refuse_to_skip("evaluates its batch more than once in its closure")
         if self._memory.batches[-1].is_finite is None:
-            self._ask(grads=False)
-        self._look(wait=self._on_cpu)
+            # Gradients are read in each batch that a step collects, to name the one that spoiled
+            # them. Whether a GradScaler makes the steps is not known before the first.
+            known = self._calls is not None and self.learn.n_steps > self._first_step
+            self._ask(grads=known)
+        self._see_loss()
+        self._look(wait=self._waits)
 
     def after_fit(self) -> None:
         """Reads the last batch's answer."""
         super().after_fit()
         if self._memory is not None:  # a validation has none
+            self._see_late_loss()
             self._look(wait=True)
 
     def cleanup_fit(self) -> None:
         """Takes the hooks off."""
         super().cleanup_fit()
         self._switch.on = False
-        self._memory = self.hooks.target = None
+        self._memory = self._calls = self.hooks.target = None
 
     # --- looking
 
@@ -219,10 +268,91 @@ class FlightRecorder(HookCallback):
                 first = bad and not (i and batches[i - 1].bad)
                 if first and len(self.incidents) < _MOST:
                     incident = self._memory.incident(batch, self.learn.model)
+                    if batch is batches[-1]:
+                        incident = self._with_evidence(incident)
                     self.incidents = (*self.incidents, incident)
                     if self.on_nonfinite == "raise":
                         raise NonFiniteError(f"{incident}\n  {_CURE}")
         return bad
+
+    # --- evidence
+
+    def _with_evidence(self, incident: Incident) -> Incident:
+        """Run the batch of an incident again, and save it; return the incident with both noted."""
+        calls, notes = self._calls, [incident.note]
+        if calls is None:
+            return incident
+        if calls.lost:
+            notes.append(f"The batch is not run again: {calls.lost}.")
+        elif calls.late:
+            notes.append("The batch is not run again: the weights have changed since.")
+        elif ranks.is_distributed():
+            notes.append("The batch is not run again beside other processes: replay it in one.")
+        else:
+            learn, loss = self.learn, None
+            if learn.loss_func is not None and hasattr(learn, "yb"):
+                loss = lambda output: learn.loss_func(output, *learn.yb)  # noqa: E731
+            layer = incident.name if incident.kind == "activation" else None
+            try:
+                found = calls.find_nonfinite(layer, layer is None, loss)
+            except Exception as error:  # the report stays right without it
+                notes.append(f"It could not be run again ({type(error).__name__}: {error}).")
+            else:
+                again = "Run again, it gave finite values: it is not deterministic, or what made"
+                again += " them is outside of the model."
+                notes.append(f"Run again: {found.verdict}." if found.rows else again)
+        if self.save is not None:
+            notes.append(self._save(incident.step, incident.kind, str(incident)))
+        return replace(incident, note=" ".join(filter(None, notes)))
+
+    def _see_late_loss(self) -> None:
+        """Look at the loss of the batch before, if it was reported after the step."""
+        known, self._n_losses = self._n_losses, len(self.learn.losses)
+        if self.spike is not None and not self._saw_loss and self._n_losses > known:
+            self._see_loss(float(self.learn.losses.by_batch(self._n_losses - 1)[0]))
+
+    def _see_loss(self, reported: Any = None) -> None:
+        """Save the batch if its loss is a spike.
+
+        Args:
+            reported: the loss, where it is in the loop's log only: reported after the step.
+        """
+        loss = self.learn.loss if reported is None else reported
+        if self.spike is None or self._saw_loss or not isinstance(loss, Tensor | float):
+            return
+        self._saw_loss, loss = True, float(loss)  # sync: one for each batch, with spike=
+        past = np.array(self._losses)
+        self._losses.append(loss)
+        mean, std = (past.mean(), past.std()) if len(past) >= _FEW else (0.0, math.inf)
+        if math.isfinite(loss) and loss > mean + self.spike * std:
+            step, epoch, _ = self._memory.batches[-1].place
+            text = f"step {step} (epoch {epoch}): a spike of the loss, {loss:.4g}; the "
+            text += f"{len(past)} before have mean {mean:.4g} and standard deviation {std:.2g}"
+            self._save(step, "spike", text)
+
+    def _save(self, step: int, kind: str, text: str) -> str:
+        """Write the batch to a file of `save=`; return in words where it is."""
+        if self._calls.lost:
+            return f"The batch is not saved: {self._calls.lost}."
+        if len(self.saved) >= self.keep:
+            spikes = [path for path in self.saved if "_spike" in path.name]
+            if not spikes:
+                return f"The batch is not saved: there are {self.keep} files (keep=)."
+            spikes[0].unlink(missing_ok=True)
+            self.saved = tuple(path for path in self.saved if path != spikes[0])
+        name = f"step{step}_{kind}" + f"_rank{ranks.rank()}" * ranks.is_distributed()
+        n = 1
+        while (path := self.save / f"{name}{f'-{n}' * (n > 1)}.pt").exists():
+            n += 1
+        weights = self.weights and not self._calls.late
+        try:
+            plain = self._calls.write(path, kind, text, weights)
+        except Exception as error:  # a full disk, an object that cannot be pickled
+            return f"The batch could not be saved ({type(error).__name__}: {error})."
+        self.saved = (*self.saved, path)
+        late = " without weights, which have changed since: report the loss before the step"
+        late = late * (self.weights and not weights)
+        return f"Saved{late}: replay({str(path)!r}, model{', weights_only=False' * (not plain)})."
 
     def _gather(self) -> None:
         """Joins the incidents of all ranks, in the order of their steps: each rank has to call."""
@@ -233,7 +363,8 @@ class FlightRecorder(HookCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         hooks = LayerHooks(type(self).__name__)
-        return {**super().__getstate__(), "_memory": None, "hooks": hooks, "_switch": hooks}
+        gone = {"_memory": None, "_calls": None, "hooks": hooks, "_switch": hooks}
+        return {**super().__getstate__(), **gone}
 
     def __repr__(self) -> str:
         return f"FlightRecorder({self.on_nonfinite!r}, {len(self.incidents)} incidents)"

@@ -148,6 +148,7 @@ class WatchedLoop(Loop):
 
     Attributes:
         model: the user's own module, without compile and distribution wrappers.
+        outer_model: the module with them, as it was given.
         opts, opt: the optimizers, and the first; if none was given, those that were seen stepping.
         state: what is open, a `State`.
         epoch, train_iter, n_steps: 0-based, as marked; training batches; optimizer steps.
@@ -163,7 +164,7 @@ class WatchedLoop(Loop):
 
     def __init__(self, model: Any, opts: Iterable[Any], loss_func: Any) -> None:
         super().__init__()
-        self.model, self.loss_func = unwrap(model), loss_func
+        self.model, self.outer_model, self.loss_func = unwrap(model), model, loss_func
         self.opts = list(opts)
         self.finds_opts = not self.opts
         self.hooks = LoopHooks(model)
