@@ -29,7 +29,8 @@ Know a model
 Record a training
     any loop                                 watch; hookkit.bridges, for libraries
     activations, gradients, parameters       ActivationStats, GradientStats, ParamStats
-    the first NaN or Inf                     FlightRecorder
+    the first NaN or Inf                     FlightRecorder, find_nonfinite
+    its batch once more                      replay
     to TensorBoard, wandb, a file            LogTo
     numbers, diagnosis, pictures             Run; hookkit.records, hookkit.plotting
 

@@ -4,6 +4,7 @@ import functools
 import math
 import pickle
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from hooked import n_hooks
 from torch import Tensor, nn
 
 from hookkit._core import distributed as ranks
-from hookkit.errors import NonFiniteError, OptionError
-from hookkit.recorders import ActivationStats, FlightRecorder, ParamStats
+from hookkit.errors import HookkitWarning, NonFiniteError, OptionError
+from hookkit.recorders import ActivationStats, FlightRecorder, ParamStats, replay
 from hookkit.records import Incident
 from hookkit.testing import synth_learner
 from hookkit.training import watch
@@ -324,3 +325,179 @@ def test_incidents_of_ranks_are_joined_by_step_the_first_ranks_first(
 
     assert [(i.step, i.name) for i in flight.incidents] == [(7, "fc1"), (7, "fc2"), (9, "")]
     assert flight.incidents[0] is own[0]
+
+
+# --- evidence
+
+
+def slow_loop(
+    recorder: FlightRecorder,
+    model: nn.Module | None = None,
+    at: int = -1,
+    n: int = 40,
+    n_batches: int = 1,
+    late: bool = False,
+    factor: float = 1e4,
+) -> nn.Module:
+    """A plain loop whose batch number `at` is larger by `factor`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2)) if model is None else model
+    opt = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with watch(model, opt, recorder) as w:
+        for i in range(n):
+            x, y = torch.randn(4, 8), torch.randn(4, 2)
+            x, y = (x * factor, y * factor) if i == at else (x, y)
+            loss = (model(x) - y).pow(2).mean()
+            if not late:
+                w.loss(loss)
+            loss.backward()
+            if (i + 1) % n_batches == 0:
+                opt.step()
+                opt.zero_grad()
+            if late:
+                w.loss(loss)
+    return model
+
+
+class BadAbove(nn.Module):
+    """Has a gradient of NaN if all its inputs are ±1, what a tanh of large values is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        off = float(x.detach().abs().min() > 0.99)
+        return x + (x * 0 + 1 - off).sqrt() * 0
+
+
+def test_the_report_names_the_function_and_the_line() -> None:
+    class Log(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.log(x + 100)
+
+    model = broken(nn.Sequential(nn.Linear(6, 6), Log()))
+    with torch.no_grad():
+        model[2][0].bias[0] = -200.0  # type: ignore[index,union-attr]
+
+    with pytest.raises(
+        NonFiniteError, match=r"first non-finite: log \(test_flight.py:\d+\) in 2.1"
+    ):
+        train(model, "raise")
+
+
+def test_what_a_second_run_does_not_repeat_is_said() -> None:
+    assert "does not repeat it" in train(broken(Breaks(5))).incidents[0].note
+
+
+def test_a_batch_that_was_overwritten_is_not_used(tmp_path: Path) -> None:
+    model, recorder = broken(Breaks(1)), FlightRecorder("report", save=tmp_path)
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    with watch(model, opt, recorder):
+        for _ in range(2):
+            x = torch.randn(4, 8)
+            model(x).sum().backward()
+            x.zero_()
+            opt.step()
+
+    assert "inputs were overwritten" in recorder.incidents[0].note
+    assert recorder.saved == ()
+
+
+def test_of_accumulated_batches_the_one_that_spoiled_the_gradients_is_run_again() -> None:
+    recorder = FlightRecorder("report")
+
+    slow_loop(recorder, broken(nn.Sequential(nn.Identity(), BadAbove())), at=9, n=12, n_batches=4)
+
+    (incident,) = recorder.incidents
+    assert (incident.kind, incident.step, incident.iter) == ("gradient", 2, 9)
+    assert "backward of sqrt" in incident.note
+
+
+def test_overflow_under_a_scaler_that_accumulates_is_no_incident() -> None:
+    model, recorder = broken(nn.Identity()), FlightRecorder("report")
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
+
+    with watch(model, opt, recorder):
+        for i in range(8):
+            scaler.scale(model(torch.randn(4, 8)).pow(2).mean() * 1e10).backward()
+            if i % 2:
+                scaler.step(opt)
+                scaler.update(2.0**120 if i > 3 else 2.0)
+                opt.zero_grad()
+
+    assert recorder.incidents == ()
+
+
+def test_a_spike_is_saved_and_is_no_incident(tmp_path: Path) -> None:
+    recorder = FlightRecorder(save=tmp_path, spike=6, weights=True)
+
+    model = slow_loop(recorder, at=30)
+
+    assert recorder.incidents == ()
+    assert [path.name for path in recorder.saved] == ["step30_spike.pt"]
+    again = replay(recorder.saved[0], model)
+    assert again.same
+    assert again.incident.startswith("step 30 (epoch 0): a spike of the loss")
+
+
+def test_a_loss_that_comes_after_the_step_is_too_late_for_the_weights(tmp_path: Path) -> None:
+    recorder = FlightRecorder(save=tmp_path, spike=6, weights=True)
+
+    with pytest.warns(HookkitWarning, match="without weights, which the step has changed"):
+        model = slow_loop(recorder, at=30, late=True)
+
+    assert [path.name for path in recorder.saved] == ["step30_spike.pt"]
+    assert not replay(recorder.saved[0], model).same_weights
+
+
+def test_the_last_place_is_not_for_a_spike(tmp_path: Path) -> None:
+    recorder = FlightRecorder("report", save=tmp_path, spike=6, keep=1)
+    slow_loop(recorder, broken(Breaks(35)), at=30)
+    again = FlightRecorder("report", save=tmp_path, keep=1)
+    slow_loop(again, broken(Breaks(35)))
+
+    assert [path.name for path in recorder.saved] == ["step35_activation.pt"]
+    assert [path.name for path in again.saved] == ["step35_activation_2.pt"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_part_that_is_called_alone_is_kept(tmp_path: Path) -> None:
+    parts = nn.ModuleDict({"body": nn.Linear(8, 6), "head": nn.Linear(6, 2)})
+    opt, recorder = torch.optim.SGD(parts.parameters(), 0.01), FlightRecorder("skip", save=tmp_path)
+
+    with watch(parts, opt, recorder):
+        for i in range(3):
+            h = parts["body"](torch.randn(4, 8)) - 100 * (i == 2)
+            parts["head"](torch.log(h + 50)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+
+    assert "first non-finite: the input [0] of head" in recorder.incidents[0].note
+    assert replay(recorder.saved[0], parts).same
+
+
+@pytest.mark.traces_gradients
+def test_the_batch_of_a_compiled_model_is_run_again() -> None:
+    torch._dynamo.reset()
+    model = torch.compile(broken(SqrtOfZero()), fullgraph=True, backend="aot_eager")
+
+    recorder = train(model, n=1)  # type: ignore[arg-type]
+
+    assert "first non-finite: backward of sqrt" in recorder.incidents[0].note
+
+
+def test_other_processes_are_not_held_up_by_a_second_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "is_distributed", lambda: True)
+    monkeypatch.setattr(ranks, "rank", lambda: 3)
+
+    recorder = train(broken(Breaks(2)), save=tmp_path)
+
+    assert "not run again: other processes run beside it" in recorder.incidents[0].note
+    assert [path.name for path in recorder.saved] == ["step2_activation_rank3.pt"]
+
+
+@pytest.mark.parametrize("how", [{"spike": 6}, {"weights": True}])
+def test_options_of_a_file_need_a_folder(how: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="save=folder"):
+        FlightRecorder(**how)

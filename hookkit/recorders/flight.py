@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from hookkit._core import distributed as ranks
 from hookkit._core.checks import check_choice, check_flag, check_number, check_path, short_repr
 from hookkit._core.devices import to_host_async, widest_float
+from hookkit._core.messages import warn
 from hookkit._core.modules import class_name, unwrap
 from hookkit.callbacks.events import CancelStepException
 from hookkit.callbacks.hook_callback import HookCallback
@@ -38,6 +39,10 @@ from hookkit.records import Incident
 _MOST = 16  # incidents kept: later ones of a run that fails again and again add nothing
 
 _WINDOW, _FEW = 128, 20  # losses that a spike is measured by; fewer say nothing
+_NOT_REPEATED = (
+    "Run again, the batch does not repeat it: all is finite, or between 1.8e19 and Inf. The model "
+    "is not deterministic, or the loss outside of it is not finite."
+)
 _LOSS, _INPUT = "(loss)", "(input)"  # the first two rows; those of layers follow
 _SPOILED = "Its own weights are not finite: this step or the one before spoiled them."
 _CURE = 'Look there first; FlightRecorder("skip") skips such steps, "report" only reports them.'
@@ -46,17 +51,29 @@ _CURE = 'Look there first; FlightRecorder("skip") skips such steps, "report" onl
 class FlightRecorder(HookCallback):
     """Finds the first NaN or Inf in loss, activations and gradients, and reports what led to it.
 
+    Before the weights change, the batch of an incident is run again, with the same random numbers,
+    and the report names the function and the line that made it (see `find_nonfinite`). The run is
+    left as it was. If the second run does not repeat the incident, the report says so.
+
     It costs one read of each output and of each gradient, every step: a few per cent of the step of
-    a large model, and more than the step itself of a tiny one (see `benchmarks/TABLE.md`).
+    a large model, and more than the step itself of a tiny one (see `benchmarks/TABLE.md`). Until
+    the step it keeps references to the model's inputs and outputs, and to the outputs' gradients.
 
     Args:
         on_nonfinite: `"raise"` a `NonFiniteError`; `"skip"` the optimizer step of that batch; or
             `"report"` only: it is then in `incidents`.
         n_batches: how many batches to remember: the norms of outputs and gradients, not the values.
         modules: which, as for `select`; None takes every module without children.
+        save: a folder. An incident's batch is written there, with its random states, for `replay`.
+            Each process has files of its own.
+        spike: also save the batch of a loss that is this many standard deviations above the mean of
+            the last 128, once there are 20. It is evidence, no alarm: nothing is reported.
+        weights: also save the weights that the batch had. The buffers are those after its forward.
+        keep: how many files to write in one run. The last is for a NaN or Inf.
 
     Attributes:
         incidents: what was found, a tuple of `Incident`; of several bad batches in a row the first.
+        saved: the files that were written, a tuple of paths.
 
     A subclass's `hook(m, i, o)` is called for each layer, and what it returns is watched.
 
@@ -64,11 +81,16 @@ class FlightRecorder(HookCallback):
     `backward()` first and a torch optimizer's `step()` after it, or a closure that is evaluated
     once. It refuses steps within the backward, and closures that are evaluated again.
     An output counts as not finite from 1.8e19 on, where its square leaves float32. Of several
-    processes each looks for itself; `gather()` of the Watcher or Learner joins what they found.
+    processes each looks for itself, and none runs a batch again; `gather()` of the Watcher or
+    Learner joins what they found.
+
+    On a GPU only `save=` and `"skip"` look before the step, which waits for the device once a
+    batch. Without them the answer comes a step later, and no batch is run again. If `w.loss(loss)`
+    comes after the step, the weights of a spike are gone, and its file is without them.
 
     Raises:
-        OptionError: an option that cannot work; as a fit begins: `"skip"` in several processes;
-            from a step that `"skip"` cannot skip.
+        OptionError: an option that cannot work; as a fit begins: `"skip"` in several processes,
+            `weights=True` of a sharded model; from a step that `"skip"` cannot skip.
         NonFiniteError: from the fit, with `"raise"`.
 
     >>> from hookkit.testing import synth_learner
@@ -98,10 +120,8 @@ class FlightRecorder(HookCallback):
         self.on_nonfinite, self.n_batches = on_nonfinite, n_batches
         self.save = None if save is None else check_path(who, save, "save")
         self.spike = None if spike is None else check_number(who, "spike", spike, above=0)
-        self.weights, self.keep = (
-            check_flag(who, "weights", weights),
-            check_number(who, "keep", keep, 1, whole=True, what="files"),
-        )
+        self.weights = check_flag(who, "weights", weights)
+        self.keep = check_number(who, "keep", keep, 1, whole=True, what="files")
         if self.save is None and (spike is not None or weights):
             raise OptionError(f"{who}: spike= and weights= are for the files of save=folder.")
         self.incidents: tuple[Incident, ...] = ()
@@ -169,8 +189,8 @@ class FlightRecorder(HookCallback):
         self._switch.late = False
         super().before_batch()
         if self.recording:
-            self._see_late_loss()
-            self._saw_loss = False
+            self._see_loss(of_last=True)
+            self._saw_loss, self._n_losses = False, len(self.learn.losses)
             if self._calls is not None:
                 self._calls.clear()
             place = self.learn.n_steps, self.learn.epoch, self.learn.train_iter
@@ -209,7 +229,6 @@ class FlightRecorder(HookCallback):
         """Looks at a batch that no step followed."""
         if not self.recording:
             return
-        self._switch.on = False
         if self.learn.in_closure:
             self._refuse_to_skip("evaluates its batch more than once in its closure")
         if self._memory.batches[-1].is_finite is None:
@@ -217,6 +236,7 @@ class FlightRecorder(HookCallback):
             # them. Whether a GradScaler makes the steps is not known before the first.
             known = self._calls is not None and self.learn.n_steps > self._first_step
             self._ask(grads=known)
+        self._switch.on = False
         self._see_loss()
         self._look(wait=self._waits)
 
@@ -224,7 +244,7 @@ class FlightRecorder(HookCallback):
         """Reads the last batch's answer."""
         super().after_fit()
         if self._memory is not None:  # a validation has none
-            self._see_late_loss()
+            self._see_loss(of_last=True)
             self._look(wait=True)
 
     def cleanup_fit(self) -> None:
@@ -268,7 +288,7 @@ class FlightRecorder(HookCallback):
                 first = bad and not (i and batches[i - 1].bad)
                 if first and len(self.incidents) < _MOST:
                     incident = self._memory.incident(batch, self.learn.model)
-                    if batch is batches[-1]:
+                    if batch is batches[-1] and self._calls is not None:
                         incident = self._with_evidence(incident)
                     self.incidents = (*self.incidents, incident)
                     if self.on_nonfinite == "raise":
@@ -279,80 +299,75 @@ class FlightRecorder(HookCallback):
 
     def _with_evidence(self, incident: Incident) -> Incident:
         """Run the batch of an incident again, and save it; return the incident with both noted."""
-        calls, notes = self._calls, [incident.note]
-        if calls is None:
-            return incident
-        if calls.lost:
-            notes.append(f"The batch is not run again: {calls.lost}.")
-        elif calls.late:
-            notes.append("The batch is not run again: the weights have changed since.")
-        elif ranks.is_distributed():
-            notes.append("The batch is not run again beside other processes: replay it in one.")
+        learn, calls, notes = self.learn, self._calls, [incident.note]
+        if calls.lost or calls.late or ranks.is_distributed():
+            late = "weights have changed since" if calls.late else "other processes run beside it"
+            notes.append(f"The batch is not run again: {calls.lost or late}.")
         else:
-            learn, loss = self.learn, None
-            if learn.loss_func is not None and hasattr(learn, "yb"):
+            loss = None
+            if learn.loss_func is not None and hasattr(learn, "yb"):  # a Learner
                 loss = lambda output: learn.loss_func(output, *learn.yb)  # noqa: E731
             layer = incident.name if incident.kind == "activation" else None
             try:
-                found = calls.find_nonfinite(layer, layer is None, loss)
-            except Exception as error:  # the report stays right without it
+                found = calls.find_nonfinite(layer, loss)
+            except Exception as error:  # the report is right without it
                 notes.append(f"It could not be run again ({type(error).__name__}: {error}).")
             else:
-                again = "Run again, it gave finite values: it is not deterministic, or what made"
-                again += " them is outside of the model."
-                notes.append(f"Run again: {found.verdict}." if found.rows else again)
-        if self.save is not None:
-            notes.append(self._save(incident.step, incident.kind, str(incident)))
-        return replace(incident, note=" ".join(filter(None, notes)))
-
-    def _see_late_loss(self) -> None:
-        """Look at the loss of the batch before, if it was reported after the step."""
-        known, self._n_losses = self._n_losses, len(self.learn.losses)
-        if self.spike is not None and not self._saw_loss and self._n_losses > known:
-            self._see_loss(float(self.learn.losses.by_batch(self._n_losses - 1)[0]))
-
-    def _see_loss(self, reported: Any = None) -> None:
-        """Save the batch if its loss is a spike.
-
-        Args:
-            reported: the loss, where it is in the loop's log only: reported after the step.
-        """
-        loss = self.learn.loss if reported is None else reported
-        if self.spike is None or self._saw_loss or not isinstance(loss, Tensor | float):
-            return
-        self._saw_loss, loss = True, float(loss)  # sync: one for each batch, with spike=
-        past = np.array(self._losses)
-        self._losses.append(loss)
-        mean, std = (past.mean(), past.std()) if len(past) >= _FEW else (0.0, math.inf)
-        if math.isfinite(loss) and loss > mean + self.spike * std:
-            step, epoch, _ = self._memory.batches[-1].place
-            text = f"step {step} (epoch {epoch}): a spike of the loss, {loss:.4g}; the "
-            text += f"{len(past)} before have mean {mean:.4g} and standard deviation {std:.2g}"
-            self._save(step, "spike", text)
+                notes.append(f"Run again: {found.verdict}." if found.rows else _NOT_REPEATED)
+        incident = replace(incident, note=" ".join(filter(None, notes)))
+        if self.save is None or calls.lost:
+            return incident
+        saved = self._save(incident.step, incident.kind, str(incident))
+        return replace(incident, note=f"{incident.note} {saved}")
 
     def _save(self, step: int, kind: str, text: str) -> str:
-        """Write the batch to a file of `save=`; return in words where it is."""
-        if self._calls.lost:
-            return f"The batch is not saved: {self._calls.lost}."
-        if len(self.saved) >= self.keep:
-            spikes = [path for path in self.saved if "_spike" in path.name]
-            if not spikes:
-                return f"The batch is not saved: there are {self.keep} files (keep=)."
-            spikes[0].unlink(missing_ok=True)
-            self.saved = tuple(path for path in self.saved if path != spikes[0])
+        """Write the batch to a file; return in words where it is, or why it is not there."""
+        folder, calls = self.save, self._calls
+        assert folder is not None
+        if calls.lost or len(self.saved) >= self.keep:
+            return f"The batch is not saved: {calls.lost or f'there are {self.keep} (keep=)'}."
         name = f"step{step}_{kind}" + f"_rank{ranks.rank()}" * ranks.is_distributed()
-        n = 1
-        while (path := self.save / f"{name}{f'-{n}' * (n > 1)}.pt").exists():
-            n += 1
-        weights = self.weights and not self._calls.late
+        path, n = folder / f"{name}.pt", 2
+        while path.exists():  # of another run
+            path, n = folder / f"{name}_{n}.pt", n + 1
+        weights = self.weights and not calls.late
         try:
-            plain = self._calls.write(path, kind, text, weights)
+            is_plain = calls.write(path, kind, text, weights)
         except Exception as error:  # a full disk, an object that cannot be pickled
             return f"The batch could not be saved ({type(error).__name__}: {error})."
         self.saved = (*self.saved, path)
-        late = " without weights, which have changed since: report the loss before the step"
-        late = late * (self.weights and not weights)
-        return f"Saved{late}: replay({str(path)!r}, model{', weights_only=False' * (not plain)})."
+        how = "" if is_plain else ", weights_only=False"
+        late = " without weights, which the step has changed" * (self.weights and not weights)
+        return f"Saved{late}: replay({str(path)!r}, model{how})."
+
+    def _see_loss(self, of_last: bool = False) -> None:
+        """Save the batch if its loss is a spike.
+
+        Args:
+            of_last: the batch is over, and its loss, if it was reported after the step, is in the
+                loop's log alone.
+        """
+        if self.spike is None or self._saw_loss:
+            return
+        loss, losses = self.learn.loss, self.learn.losses
+        if of_last:
+            new = len(losses) > self._n_losses
+            loss = losses.by_batch(len(losses) - 1)[0] if new else None
+        if loss is None:
+            return
+        self._saw_loss, loss = True, float(loss)  # sync: one for each batch, with spike=
+        past = np.array(self._losses)
+        if math.isfinite(loss):
+            self._losses.append(loss)
+        mean, std = (past.mean(), past.std()) if len(past) >= _FEW else (0.0, math.inf)
+        if math.isfinite(loss) and loss > mean + self.spike * std:
+            step, epoch, _ = self._memory.batches[-1].place
+            text = f"step {step} (epoch {epoch}): a spike of the loss, {loss:.4g}; the {len(past)} "
+            text += f"before it have the mean {mean:.4g} and the standard deviation {std:.2g}"
+            if len(self.saved) < self.keep - 1:  # the last place is for NaN and Inf
+                saved = self._save(step, "spike", text)
+                if not saved.startswith("Saved:"):
+                    warn(f"FlightRecorder(spike={self.spike:g}): {text}. {saved}")
 
     def _gather(self) -> None:
         """Joins the incidents of all ranks, in the order of their steps: each rank has to call."""
