@@ -39,7 +39,7 @@ from hookkit._core.graph import graph_nodes, op_name
 from hookkit._core.modules import can_run, class_name, find, unwrap, walk
 from hookkit._core.pytree import Inputs, tree_leaves, tree_leaves_with_path
 from hookkit._core.random_state import random_states, set_random_states
-from hookkit._core.text import harmless
+from hookkit._core.text import escape_controls
 from hookkit.errors import ArgumentError
 from hookkit.hooks.attach import attach, remove_all
 from hookkit.hooks.functions import plain_name, running_modules, writes_in_place
@@ -88,7 +88,7 @@ class NonFiniteCall:
         """The function, its line and its module: `sqrt (net.py:41) in blocks.1 (Block)`."""
         at = f" ({Path(self.file).name}:{self.line})" if self.file else ""
         where = f" in {self.name or 'the model'} ({self.type})" if self.type else ""
-        return harmless("backward of " * self.backward + self.function + at + where)
+        return escape_controls("backward of " * self.backward + self.function + at + where)
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,7 +126,7 @@ class NonFinite(Localisation):
         """Return the verdict, the line of source, the values, and where they went from there."""
         lines, first = [self.verdict], self.first
         if first is not None:
-            lines += [f"  {harmless(first.code)}"] * bool(first.code)
+            lines += [f"  {escape_controls(first.code)}"] * bool(first.code)
             values = [f"made {first.made}"] * bool(first.made)
             values += [f"given {first.given}"] * bool(first.given)
             lines += [f"  {', '.join(values)}"] * bool(values)

@@ -234,7 +234,7 @@ class FlightRecorder(HookCallback):
         if self._memory.batches[-1].is_finite is None:
             # Gradients are read in each batch that a step collects, to name the one that spoiled
             # them. Whether a GradScaler makes the steps is not known before the first.
-            known = self._calls is not None and self.learn.n_steps > self._first_step
+            known = self._calls is not None and self.learn.n_steps > self._first
             self._ask(grads=known)
         self._switch.on = False
         self._see_loss()
