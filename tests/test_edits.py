@@ -433,7 +433,7 @@ def test_an_edit_that_is_exported_is_in_the_graph_and_was_reached() -> None:
     torch.testing.assert_close(exported(x), wanted)
 
 
-# --- threads, copies, compilation, lifetime
+# --- tensors and runs of other kinds
 
 
 def test_values_from_the_cpu_go_to_the_layers_device(gpu: torch.device) -> None:
