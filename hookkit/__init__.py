@@ -31,6 +31,7 @@ Record a training
     activations, gradients, parameters       ActivationStats, GradientStats, ParamStats
     the first NaN or Inf                     FlightRecorder, find_nonfinite
     its batch once more                      replay
+    where two trainings part                 Fingerprint, compare_runs
     to TensorBoard, wandb, a file            LogTo
     numbers, diagnosis, pictures             Run; hookkit.records, hookkit.plotting
 
@@ -146,12 +147,14 @@ from .inspection import (
     Invariance as Invariance,
     Mean as Mean,
     NonFinite as NonFinite,
+    RunComparison as RunComparison,
     Summary as Summary,
     TopK as TopK,
     activation_stream as activation_stream,
     check_invariance,
     collect,
     compare_models,
+    compare_runs,
     feature_extractor,
     find_nonfinite,
     layer_info as layer_info,
@@ -160,6 +163,7 @@ from .inspection import (
 )
 from .recorders import (
     ActivationStats,
+    Fingerprint,
     FlightRecorder,
     GradientStats,
     ParamStats,
@@ -176,6 +180,7 @@ __version__ = version("hookkit")
 __all__ = [
     "ActivationStats",
     "Callback",
+    "Fingerprint",
     "FlightRecorder",
     "GradientStats",
     "HookCallback",
@@ -188,6 +193,7 @@ __all__ = [
     "check_invariance",
     "collect",
     "compare_models",
+    "compare_runs",
     "edit_output",
     "edit_outputs",
     "feature_extractor",

@@ -18,6 +18,8 @@ Which layer is first
     input_changes    The changes that must not matter: of values, and of the layout.
     axes             Which axes of a tensor hold samples and positions.
     nonfinite        `find_nonfinite`: the function and the line that make the first NaN or Inf.
+    comparing_runs   `compare_runs`: where two recorded trainings part.
+    run_file         The file that a `Fingerprint` writes.
 Two models side by side
     comparing        `compare_models`: runs two models, or reads what was saved of one.
     comparison       `Comparison` and its rows: text and a frame.
@@ -34,6 +36,7 @@ from hookkit.inspection.accumulators import Covariance, Mean, TopK
 from hookkit.inspection.activations import Activations
 from hookkit.inspection.collecting import activation_stream, collect
 from hookkit.inspection.comparing import compare_models
+from hookkit.inspection.comparing_runs import RunComparison, RunRow, compare_runs
 from hookkit.inspection.comparison import Comparison
 from hookkit.inspection.fastai_layout import layer_info, learner_summary, module_summary
 from hookkit.inspection.features import FeatureExtractor, feature_extractor
@@ -53,12 +56,15 @@ __all__ = [
     "NonFinite",
     "NonFiniteCall",
     "Row",
+    "RunComparison",
+    "RunRow",
     "Summary",
     "TopK",
     "activation_stream",
     "check_invariance",
     "collect",
     "compare_models",
+    "compare_runs",
     "feature_extractor",
     "find_nonfinite",
     "layer_info",

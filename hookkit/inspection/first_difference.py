@@ -72,6 +72,11 @@ class CallTree:
         self.ended.append(call)
         return call
 
+    @property
+    def current(self) -> Call | None:
+        """Return the innermost call that has begun and not returned; None if there is none."""
+        return self._open[-1] if self._open else None
+
     def follow(
         self,
         modules: Mapping[str, nn.Module],

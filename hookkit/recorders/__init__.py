@@ -7,6 +7,7 @@ stats_list      `StatsList`: a record as nested lists, as fastai's.
 param_stats     `ParamStats`: how large weights, gradients and updates are, for any optimizer.
 flight          `FlightRecorder`: which module made the first NaN or Inf, and what came before.
 incident        The batch of an incident: kept, written to a file, and run again by `replay`.
+fingerprint     `Fingerprint`: hashes of what each step computes, in a file, for `compare_runs`.
 
 What they are made of:
 layer_hooks     What recorders' hooks do at a call of a layer: they show tensors to a target.
@@ -28,6 +29,7 @@ kept_gradients  Gradients that were left from the step before.
 layer_graph     Which activation reads each layer, the order of weights, weights that are hidden.
 """
 
+from hookkit.recorders.fingerprint import Fingerprint
 from hookkit.recorders.flight import FlightRecorder
 from hookkit.recorders.incident import Replay, replay
 from hookkit.recorders.layer_stats import ActivationStats, GradientStats, LayerStats
@@ -36,6 +38,7 @@ from hookkit.recorders.stats_list import StatsList
 
 __all__ = [
     "ActivationStats",
+    "Fingerprint",
     "FlightRecorder",
     "GradientStats",
     "LayerStats",

@@ -1,0 +1,154 @@
+"""The file that `Fingerprint` writes, read back: `read_run` returns its steps.
+
+A file has a line of JSON for each of these:
+
+- the header, `HEADER`;
+- a layout, which says what the steps after it consist of: for each batch its calls (name, number
+  of the call around it, class, whether it was in training mode, `extra_repr`), and rows (what,
+  batch, name, call, path, number of a sketch or -1, dtype, shape);
+- a step: its number, its hyperparameters, and its sketches, an array of `SKETCH` in base64.
+
+What a row is of: `before` (a weight or buffer before the step), `random` (a random state), `input`,
+`output`, `loss`, `grad` (the gradient of an output), `param_grad`, `scale` (of a GradScaler),
+`weight` and `buffer` (after the step).
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hookkit.errors import OptionError
+from hookkit.inspection.first_difference import Call, CallTree
+
+HEADER = '{"hookkit": "fingerprint", "version": 1}'
+N_PROJECTIONS = 4
+SKETCH = np.dtype([("hash", "<i8"), ("norm", "<f4"), ("projections", "<f4", (N_PROJECTIONS,))])
+"""What a file has of a tensor; see `recorders/sketch.py`."""
+
+
+class Key(NamedTuple):
+    """What a row is of. For a gradient `call` is how many have arrived there before in the step."""
+
+    what: str
+    batch: int
+    name: str
+    call: int
+    path: str
+
+
+class Seen(NamedTuple):
+    """A tensor of a step: hash (None: it could not be read), norm and projections, dtype, shape."""
+
+    hash: int | None
+    numbers: npt.NDArray[np.float64]
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Layout:
+    """What a step consists of, without the values.
+
+    Attributes:
+        rows: for each tensor its key, the number of its sketch, its dtype and shape.
+        trees: the calls of each batch.
+        kinds: for each batch and call the module's class, its mode, and its `extra_repr`.
+    """
+
+    def __init__(self, calls: list[Any], rows: list[Any]) -> None:
+        self.rows = [(Key(*row[:5]), int(row[5]), str(row[6]), tuple(row[7])) for row in rows]
+        self.trees: list[CallTree] = []
+        self.kinds: list[dict[Call, list[Any]]] = []
+        for batch in calls:
+            tree, kinds = CallTree(), dict[Call, list[Any]]()
+            for name, parent, *kind in batch:
+                around = None if parent < 0 else tree.begun[parent]
+                while tree.current is not None and tree.current != around:
+                    tree.end(tree.current.name)
+                kinds[tree.begin(name)] = kind
+            while tree.current is not None:
+                tree.end(tree.current.name)
+            self.trees.append(tree)
+            self.kinds.append(kinds)
+
+
+@dataclass
+class RunStep:
+    """A recorded step: its number, its hyperparameters by name, its layout, (n,) `SKETCH`."""
+
+    number: int
+    settings: dict[str, Any]
+    layout: Layout
+    sketches: npt.NDArray[Any]
+
+    @cached_property
+    def seen(self) -> dict[Key, Seen]:
+        """Return all tensors of the step, in the order in which they were seen."""
+        hashes = [*self.sketches["hash"].tolist(), None]  # the last one is number -1
+        numbers = np.full((len(hashes), 1 + N_PROJECTIONS), np.nan)
+        numbers[:-1, 0], numbers[:-1, 1:] = self.sketches["norm"], self.sketches["projections"]
+        rows = self.layout.rows
+        return {key: Seen(hashes[i], numbers[i], dtype, shape) for key, i, dtype, shape in rows}
+
+    def start(self) -> dict[str, int]:
+        """Return the hash of each weight and buffer before the step, by name."""
+        rows, hashes = self.layout.rows, self.sketches["hash"]
+        return {k.name: int(hashes[i]) for k, i, *_ in rows if k.what == "before" and i >= 0}
+
+    def same_bits(self, other: RunStep) -> bool:
+        """Return whether two steps have the same rows, settings and hashes."""
+        rows = self.layout.rows
+        same = rows == other.layout.rows and self.settings == other.settings
+        same &= all(row[1] >= 0 for row in rows)  # otherwise some could not be read
+        return same and np.array_equal(self.sketches["hash"], other.sketches["hash"])
+
+
+def read_run(path: str | Path) -> tuple[dict[int, RunStep], bool]:
+    """Return the steps by number, and whether the last line was cut as it was written.
+
+    Raises:
+        OptionError: there is no such file, it is another kind of file or of another version of
+            hookkit, has no step, or is damaged.
+    """
+    path = Path(path)
+
+    def error(found: str, cure: str = "Give a file that Fingerprint wrote.") -> OptionError:
+        return OptionError(f"compare_runs: {str(path)!r} {found}. {cure}")
+
+    try:
+        header, *lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as e:
+        raise error("is no fingerprint") from e
+    except OSError as e:
+        ranks = [f"Each process wrote its own, such as {str(p)!r}."
+                 for p in sorted(path.parent.glob(f"{path.name}.rank*"))]  # fmt: skip
+        raise error(f"cannot be read ({e.strerror})", *ranks[:1]) from e
+    if header != HEADER:
+        is_other = header.startswith(HEADER[: HEADER.index("version")])
+        other = "was written by another version of hookkit" if is_other else "is no fingerprint"
+        raise error(other if header else "is empty")
+    steps, layout = dict[int, RunStep](), None
+    for i, line in enumerate(lines, 2):
+        try:
+            found = json.loads(line) if line else {}
+            if "layout" in found:
+                layout = Layout(**found["layout"])
+            elif line:
+                sketches = np.frombuffer(b64decode(found["sketches"], validate=True), SKETCH)
+                if layout is None or max(row[1] for row in layout.rows) >= len(sketches):
+                    raise ValueError("it has no layout")
+                n = int(found["step"])
+                steps[n] = RunStep(n, dict(found["settings"]), layout, sketches)
+        except (ValueError, TypeError, LookupError) as e:
+            if i <= len(lines):  # a whole line is followed by another, if an empty one
+                raise error(f"is damaged in line {i} ({e})", "Record the run again.") from e
+    if not steps:
+        raise error("has no step", "The run had ended before its first step had.")
+    return steps, lines[-1] != ""

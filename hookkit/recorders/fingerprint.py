@@ -1,0 +1,444 @@
+"""`Fingerprint`: sketches of all that a training step computes, in a file, step by step.
+
+`Sketches` has the hooks, and keeps what they see of the step under way: rows, each with the number
+of a sketch, so that a tensor which many modules pass on is read once. At the step's end the rows
+(what there is, the same in most steps) and the sketches (its values) become lines of the file,
+which `inspection/run_file.py` describes and reads.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from threading import get_ident
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hookkit._core import distributed as ranks
+from hookkit._core.checks import check_path
+from hookkit._core.devices import to_host_async
+from hookkit._core.files import append_lines, first_line
+from hookkit._core.modules import calls_children, can_run, class_name, submodules, unwrap, walk
+from hookkit._core.pytree import Inputs, tree_leaves_with_path
+from hookkit._core.random_state import random_states
+from hookkit.callbacks.hook_callback import HookCallback
+from hookkit.errors import HookError, OptionError
+from hookkit.hooks.attach import Switch, attach, remove_all
+from hookkit.hooks.calls import call_kind
+from hookkit.hooks.grads import listen_output
+from hookkit.inspection.first_difference import Call, CallTree
+from hookkit.inspection.run_file import HEADER, SKETCH
+from hookkit.recorders.graph_op import enlist, show_traced
+from hookkit.recorders.parameters import named_parameters
+from hookkit.recorders.sketch import Sketch, sketch
+
+_HOW = ("foreach", "fused", "capturable", "differentiable")
+"""Hyperparameters that say how a step is computed, not what."""
+
+
+class Fingerprint(HookCallback):
+    """Writes to a file what each step of a training computes, for `compare_runs`.
+
+    The file has no values, but a 64-bit hash, the norm and four random projections of each tensor:
+    of what each layer takes and gives, of the gradients of outputs and parameters, and of weights
+    and buffers before and after the step. It also has the hyperparameters, the scale of a
+    GradScaler, and hashes of the random states. Each step is written as it ends, so the file of a
+    killed process is readable up to its last whole step. On a GPU a step is written as the next
+    recorded one ends, so that no step waits for the device.
+
+    Args:
+        path: of the file. In several processes each has its own: `path.rank0`, `path.rank1`. The
+            fingerprint of another run is overwritten when the first step ends; any other file that
+            is there is an error.
+        every: records the optimizer steps whose number is a multiple of `every`.
+        modules: which, as for `select`; None takes all modules.
+
+    Forwards that do not train are not recorded. Gradients of outputs are recorded for modules
+    without children. A tensor is read once while its version stays, weights in each step.
+
+    Cost: three reads of each tensor. On a CPU a step of a small transformer takes about 1.2 times
+    as long with `every=1` (batch of 8 times 128 tokens), and twice as long if it has 32 tokens
+    alone; `every=10` costs a tenth of that.
+
+    Raises:
+        OptionError: as the fit begins: another kind of file is at `path`.
+        HookError: as the fit begins: it has recorded another run with steps of the same numbers.
+
+    >>> import tempfile
+    >>> from hookkit import compare_runs, watch
+    >>> def train(path):
+    ...     torch.manual_seed(0)
+    ...     net = nn.Linear(2, 1)
+    ...     opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    ...     with watch(net, opt, Fingerprint(path)):
+    ...         for step in range(3):
+    ...             net(torch.ones(4, 2)).pow(2).mean().backward()
+    ...             opt.step()
+    ...     return path
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     compare_runs(train(f"{folder}/monday.fp"), train(f"{folder}/tuesday.fp"))
+    3 steps compared: no difference, bit for bit
+    """
+
+    order = -25
+
+    def __init__(self, path: str | Path, every: int = 1, *, modules: Any = None) -> None:
+        super().__init__(modules, every, include_paramless=True, on_valid=False)
+        self.path = check_path("Fingerprint", path)
+        self.hooks = self._switch = Sketches()
+        self._last = -1  # the number of the last recorded step
+        self._begun = False  # whether the file is this recorder's own by now
+        self._layout: Any = None  # that of the last line
+        self._waiting: Callable[[], list[str]] | None = None  # waits for lines, and returns them
+
+    # --- hooks
+
+    def _select(self, model: nn.Module) -> Any:
+        if self._selectors is not None:
+            return super()._select(model)
+        return {name: m for name, m, first in walk(model) if first and can_run(m)}
+
+    def _register(self, named: Any) -> None:
+        self.hooks.thread = get_ident()
+        for name, module, _ in named:
+            self.hooks.attach(str(name), module)
+
+    # --- events
+
+    def before_fit(self) -> None:
+        """Hook the modules. The file is left alone until a step has ended."""
+        if self.learn.fitting:
+            rank = f".rank{ranks.rank()}" * ranks.is_distributed()
+            self._file = self.path.with_name(self.path.name + rank)
+            if self.learn.n_steps <= self._last:
+                raise HookError(
+                    f"{self!r} has recorded another run, whose steps have the same numbers. Make "
+                    f"another for this one: Fingerprint(…) with another path."
+                )
+            if not self._begun and self._file.exists() and first_line(self._file) != HEADER:
+                raise OptionError(
+                    f"Fingerprint({str(self.path)!r}): there is a file that is no fingerprint, or "
+                    f"one of another version of hookkit. Remove it, or choose another path."
+                )
+            self.hooks.end_step()
+        super().before_fit()
+
+    def before_batch(self) -> None:
+        """Decide whether this batch is recorded; note the weights before the step's first one."""
+        self._switch.on = self.learn.training and self.learn.n_steps % self.every == 0
+        if self.recording:
+            if not self.hooks.trees:
+                self._parameters = [*named_parameters(self.learn.model)]
+                self._note_weights("before", "before")
+            self.hooks.begin_batch()
+
+    def before_step(self) -> None:
+        """Note the loss, and the gradients that the optimizer gets."""
+        if self.recording:
+            if isinstance(loss := self.learn.loss, Tensor):
+                self.hooks.note("loss", "", 0, "", loss)
+            if (scaler := self.learn.step_scaler) is not None:
+                # its scale as a tensor: `get_scale` waits for the device
+                one = torch.ones(1, device=self._parameters[0][2].device)
+                self.hooks.note("scale", "GradScaler", 0, "", scaler.scale(one))
+            self._read_gradients(p for _, _, p in self._parameters)
+
+    def after_step(self) -> None:
+        """Note the gradients that the step has changed, and the weights; write the step."""
+        if self.recording and self.learn.stepped:
+            self._read_gradients(p for _, _, p in self._parameters)
+            self._note_weights("weight", "buffer")
+            self._write(self.learn.n_steps - 1)
+            self.hooks.end_step()
+
+    def cleanup_fit(self) -> None:
+        """Take the hooks off, and write the last step."""
+        super().cleanup_fit()
+        self.hooks.end_step()
+        self._parameters = []
+        self._flush()
+
+    # --- what no hook sees
+
+    def _note_weights(self, weight: str, buffer: str) -> None:
+        self.hooks.forget_versions()  # `.data` may have been written without a new version
+        for name, _, p in self._parameters:
+            self.hooks.note(weight, name, 0, "", p)
+        for name, b in unwrap(self.learn.model).named_buffers():
+            self.hooks.note(buffer, name, 0, "", b)
+
+    def _read_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note the gradients that have changed since they were last noted.
+
+        Loops call it after each optimizer of several: the gradients may be reset before the end.
+        """
+        if self.recording:
+            wanted = {id(p) for p in parameters}
+            for name, _, p in reversed(self._parameters):
+                if id(p) in wanted and p.grad is not None and not self.hooks.knows(p.grad):
+                    self.hooks.note_next("param_grad", name, "", p.grad)
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the hyperparameters of the step: `"lr of group 0"`. Groups are counted through."""
+        found: dict[str, Any] = {}
+        i = 0
+        for n, opt in enumerate(self.learn.stepped_opts):
+            found[f"optimizer {n}"] = type(opt).__name__
+            for group, rate in zip(opt.param_groups, self.learn.rates_of(opt), strict=True):
+                for key in getattr(opt, "defaults", group):  # a scheduler adds keys of its own
+                    value = rate if key == "lr" else group.get(key)
+                    if isinstance(value, Tensor):
+                        value = value.tolist()  # sync: if it is on a device
+                    if key not in _HOW:
+                        found[f"{key} of group {i}"] = value
+                i += 1
+        return found
+
+    # --- the file
+
+    def _write(self, step: int) -> None:
+        """Write the step once its sketches have arrived: at once if they are on the CPU."""
+        layout, read, settings = self.hooks.layout(), self.hooks.read_later(), self._settings()
+        is_new, self._layout = layout != self._layout, layout
+
+        def lines() -> list[str]:
+            sketches = b64encode(read().tobytes()).decode()
+            head = {"step": step, "settings": settings, "sketches": sketches}
+            texts = [json.dumps({"layout": layout})] * is_new
+            return [*texts, json.dumps(head, default=repr)]
+
+        self._flush()
+        self._last, self._waiting = step, lines
+        if self.hooks.on_cpu:
+            self._flush()
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            lines = waiting()
+            if not self._begun:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                self._file.write_text("", encoding="utf-8")
+                lines, self._begun = [HEADER, *lines], True
+            append_lines(self._file, lines)
+
+    def __getstate__(self) -> dict[str, Any]:
+        new: Any = Sketches()
+        gone = {"hooks": new, "_switch": new, "_waiting": None, "_parameters": []}
+        return {**super().__getstate__(), **gone}
+
+    def __repr__(self) -> str:
+        return f"Fingerprint({str(self.path)!r})"
+
+
+class Sketches(Switch):
+    """The hooks of one recorder, and what they have seen of the step under way.
+
+    Attributes:
+        on: whether the hooks note anything.
+        thread: whose forwards are noted.
+        id, token: what compiled graphs know it by.
+        trees: the calls of each batch of the step.
+        on_cpu: whether all sketches of the last step were on the CPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(on=False)
+        self.thread, (self.id, self.token) = get_ident(), enlist(self)
+        self.on_cpu = True
+        self._modules: list[tuple[str, nn.Module]] = []  # by row, which is what a graph can hold
+        self._handles: list[RemovableHandle] = []
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Forget everything: a step begins."""
+        self.trees: list[CallTree] = []
+        # of each batch's calls: the class of the module, its mode, and what it says of itself
+        self._kinds: list[list[tuple[str, bool, str]]] = []
+        # (what, batch, name, call, path) → the number of a sketch, dtype and shape
+        self._rows: dict[tuple[str, int, str, int, str], tuple[int, str, tuple[int, ...]]] = {}
+        self._sketches: list[Sketch] = []
+        # of each tensor, by id: itself, if it still lives, its version, the number of its sketch
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+        self._n_grads = Counter[tuple[str, str, str]]()
+        self._call: Call | None = None  # whose inputs or outputs are being noted
+
+    def begin_batch(self) -> None:
+        """Begin a batch of the step."""
+        self.trees.append(CallTree())
+        self._kinds.append([])
+        for name, state in random_states().items():
+            for path, t in tree_leaves_with_path(state):
+                self.note("random", name, 0, path, t)
+
+    # --- hooks
+
+    def attach(self, name: str, module: nn.Module) -> None:
+        """Register hooks that note the inputs and outputs of a module.
+
+        If it calls no other modules, the gradients of its outputs are noted too: those of other
+        modules are mostly the gradients of a module inside.
+        """
+        row = len(self._modules)
+        self._modules.append((name, module))
+        is_inner = not submodules(module) or not calls_children(module)
+
+        def begins(module: nn.Module, args: Any, kwargs: Any) -> None:
+            kind = call_kind(self.thread)
+            leaves = tree_leaves_with_path(Inputs(args, kwargs))
+            if kind == "compiled":
+                self._show(row, "input", leaves)
+            elif kind == "first":
+                trains = module.training or torch.is_grad_enabled()
+                if trains or self.trees[-1].current is not None:  # else an evaluation in a batch
+                    self._begin(row)
+                    self._note_all("input", leaves)
+
+        def ends(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            kind, leaves = call_kind(self.thread), tree_leaves_with_path(output)
+            if kind == "compiled":
+                self._show(row, "output", leaves)
+            elif kind == "first":
+                self._call = self.trees[-1].end(name)
+                self._note_all("output", leaves)
+            elif kind != "recomputed":  # the gradients may come from the second forward
+                return None
+
+            paths = [path for path, _ in leaves]  # `receive` lives as long as the graph
+
+            def receive(i: int, grad: Tensor) -> None:
+                self.update(row, i, f"grad {paths[i]}", grad)
+
+            return listen_output(module, args, kwargs, output, receive) if is_inner else None
+
+        self._handles.append(attach(module, begins, pre=True, prepend=True, switch=self))
+        self._handles.append(attach(module, ends, edit=True, observes=True, switch=self))
+
+    def remove(self) -> None:
+        """Remove the hooks; can be repeated."""
+        remove_all(self._handles)
+        self._handles, self._modules = [], []
+
+    def _show(self, row: int, what: str, leaves: list[tuple[str, Tensor]]) -> None:
+        for i, (path, t) in enumerate(leaves):
+            self.update(row, i, f"{what} {path}", t)
+
+    def update(self, row: int, leaf: int, place: str, t: Tensor) -> None:
+        """Note a gradient; of a compiled graph, which calls this as it runs, any tensor.
+
+        A graph does not tell when a call begins and ends: its first tensor does.
+
+        Args:
+            row: the number of the module.
+            leaf: the number of the tensor among those that the module takes or gives.
+            place: "input", "output" or "grad", and the path of the tensor.
+            t: the tensor.
+        """
+        if torch.compiler.is_compiling():
+            show_traced(self, row, leaf, place, t)
+        elif self.on:
+            what, _, path = place.partition(" ")
+            if what == "grad":
+                self.note_next(what, self._modules[row][0], path, t)
+                return
+            if leaf == 0 and what == "input":
+                self._begin(row)
+            elif leaf == 0:
+                self._call = self.trees[-1].end(self._modules[row][0])
+            self._note_all(what, [(path, t)])
+
+    def _begin(self, row: int) -> None:
+        name, module = self._modules[row]
+        self._call = self.trees[-1].begin(name)
+        # what a module of PyTorch says of itself shows an attribute that differs
+        is_torch = type(module).__module__.startswith("torch.nn.modules")
+        says = module.extra_repr() if is_torch and not submodules(module) else ""
+        self._kinds[-1].append((class_name(module), module.training, says))
+
+    # --- rows
+
+    def _note_all(self, what: str, leaves: list[tuple[str, Tensor]]) -> None:
+        if self._call is not None:
+            for path, t in leaves:
+                if what == "output" or not isinstance(t, nn.Parameter):  # which are noted already
+                    self.note(what, *self._call, path, t)
+
+    def note(self, what: str, name: str, call: int, path: str, t: Tensor) -> None:
+        """Note a tensor; it is read if it was not, or was written since."""
+        if not self.knows(t):
+            found = sketch(t)
+            number = -1 if found is None else len(self._sketches)
+            self._sketches += [] if found is None else [found]
+            self._known[id(t)] = weakref.ref(t), _version(t), number
+        batch = len(self.trees) - 1 if what in ("random", "input", "output") else 0
+        number = self._known[id(t)][2]
+        self._rows[what, batch, name, call, path] = number, str(t.dtype)[6:], tuple(t.shape)
+
+    def note_next(self, what: str, name: str, path: str, t: Tensor) -> None:
+        """Note a gradient: the number of its call is how many have arrived there before."""
+        arrived = self._n_grads[what, name, path]
+        self._n_grads[what, name, path] += 1
+        self.note(what, name, arrived, path, t)
+
+    def knows(self, t: Tensor) -> bool:
+        """Return whether this tensor was read, and has not been written since."""
+        known = self._known.get(id(t))
+        return known is not None and known[0]() is t and known[1] == _version(t)
+
+    def forget_versions(self) -> None:
+        """Read all tensors anew from now on."""
+        self._known.clear()
+
+    # --- the end of a step
+
+    def layout(self) -> dict[str, Any]:
+        """Return what the step consists of, as the file has it, without the values."""
+        calls = []
+        for tree, kinds in zip(self.trees, self._kinds, strict=True):
+            at: dict[Call | None, int] = {call: i for i, call in enumerate(tree.begun)}
+            at[None] = -1
+            batch = zip(tree.begun, kinds, strict=True)
+            calls.append([(call.name, at[tree.parent[call]], *kind) for call, kind in batch])
+        return {"calls": calls, "rows": [(*key, *row) for key, row in self._rows.items()]}
+
+    def read_later(self) -> Callable[[], Any]:
+        """Begin to copy the sketches to the host; return a function that waits and returns them.
+
+        It returns an array of `SKETCH`.
+        """
+        places: dict[torch.device | None, list[int]] = {}
+        for i, (value, _) in enumerate(self._sketches):
+            device = value.device if isinstance(value, Tensor) else None
+            places.setdefault(device, []).append(i)
+        self.on_cpu = places.keys() <= {None}
+        parts: list[tuple[list[int], Any, Any]] = []
+        for device, at in places.items():
+            values, numbers = zip(*[self._sketches[i] for i in at], strict=True)
+            if device is None:
+                parts.append((at, lambda v=values: v, lambda n=numbers: np.stack(n)))
+            else:
+                hashes, rest = torch.stack(values), torch.stack(numbers)
+                parts.append((at, to_host_async(hashes), to_host_async(rest)))
+        n = len(self._sketches)
+
+        def read() -> Any:
+            array = np.zeros(n, SKETCH)
+            with np.errstate(over="ignore"):
+                for at, values, numbers in parts:
+                    array["hash"][at], found = values(), np.asarray(numbers())
+                    array["norm"][at], array["projections"][at] = found[:, 0], found[:, 1:]
+            return array
+
+        return read
+
+
+def _version(t: Tensor) -> int:
+    return -1 if t.is_inference() else t._version
