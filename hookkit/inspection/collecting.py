@@ -167,6 +167,7 @@ def activation_stream(
 
 
 def _batches(source: LayerRows, size: int, room: int, random: torch.Generator) -> Iterator[Tensor]:
+    """Yield batches of `size` rows from a buffer for `room` rows, refilled when half is given."""
     loader, parts, n, ended = iter(source.loader), list[Tensor](), 0, False
 
     def until_full() -> Iterator[Any]:
@@ -174,6 +175,7 @@ def _batches(source: LayerRows, size: int, room: int, random: torch.Generator) -
             yield batch
 
     while not ended:
+        # once a refill and not around the loop: between two batches the model is the user's
         with ExitStack() as later, preserve_state(source.model, observers=True):
             for _, found, _ in source.run(until_full()):
                 parts.append(found)

@@ -95,16 +95,18 @@ class LayerRows:
             raise ModelRunError(no_batches(f"{self.who}: the loader"))
 
     def _run_one(self, data: Any) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Return each layer's tensor for a batch, the indices of the rows that count, their ids."""
-        ids, mask = self._part(data, self.ids), self._part(data, self.mask)
-        given = Inputs((data,)) if self.forward else self._inputs(data, ids, mask)
-        first: Any = next(iter([*given, *given.kwargs.values()]), None)
-        known = isinstance(first, Tensor) and first.ndim > 0 and not first.is_nested
+        """Return each layer's output for a batch, the indices of the rows to keep, their ids."""
+        ids, mask = self._field(data, self.ids), self._field(data, self.mask)
         hooks = Hooks(self.layers, self.hook, cpu=self.to_cpu, keep="all", stop=self.stop)
+        n_samples = None  # known from the model's first input, unless `forward` calls the model
         with hooks, torch.no_grad():
             if self.forward:
                 self.forward(self.model, data)
             else:
+                given = self._inputs(data, ids, mask)
+                first: Any = next(iter([*given, *given.kwargs.values()]), None)
+                if isinstance(first, Tensor) and first.ndim and not first.is_nested:
+                    n_samples = len(first)
                 self.model(*given, **given.kwargs)
             for name, n in hooks.n_calls.items():
                 if n == 0 or (n > 1 and not self.stop):
@@ -113,23 +115,23 @@ class LayerRows:
                         "Select modules that are called once (model.forward(x) calls no hook); "
                         "stop=True takes the first of several calls."
                     )
-        tensors, shape = self._tensors(hooks, len(first) if known and not self.forward else None)
-        places = torch.arange(math.prod(shape), device="cpu")
+        tensors, shape = self._tensors(hooks, n_samples)
+        kept = torch.arange(math.prod(shape), device="cpu")
         if mask is not None:
-            places = self._checked("mask", mask, shape, "zeros and ones").flatten().nonzero()[:, 0]
+            kept = self._checked("mask", mask, shape, "zeros and ones").flatten().nonzero()[:, 0]
         if self.max_rows is not None:
-            places = places[: self.max_rows - self._n_rows]
-        numbers = torch.arange(self._n_samples, self._n_samples + shape[0], device="cpu")
+            kept = kept[: self.max_rows - self._n_rows]
+        sample_ids = torch.arange(self._n_samples, self._n_samples + shape[0], device="cpu")
         if ids is not None:
-            numbers = self._checked("ids", ids, shape[:1], "whole numbers")
+            sample_ids = self._checked("ids", ids, shape[:1], "whole numbers").long()
         self._n_samples += shape[0]
         if len(shape) == 1:
-            return tensors, places, numbers[places].long()
-        samples, tokens = places // shape[1], places % shape[1]
-        return tensors, places, torch.stack([numbers[samples].long(), tokens], 1)
+            return tensors, kept, sample_ids[kept]
+        samples, tokens = kept // shape[1], kept % shape[1]
+        return tensors, kept, torch.stack([sample_ids[samples], tokens], 1)
 
     @staticmethod
-    def _part(data: Any, field: Any) -> Any:
+    def _field(data: Any, field: Any) -> Any:
         return field(data) if callable(field) else None if field is None else data[field]
 
     def _inputs(self, data: Any, ids: Any, mask: Any) -> Inputs:
@@ -148,7 +150,7 @@ class LayerRows:
         return Inputs(inputs)
 
     def _tensors(self, hooks: Hooks, n: int | None) -> tuple[dict[str, Tensor], tuple[int, ...]]:
-        """Return each layer's tensor, and the sizes of the dimensions that are rows.
+        """Return each layer's output, and the sizes of the dimensions that are rows.
 
         Args:
             n: how many samples the model was given; None takes the number of the first layer.
@@ -160,8 +162,8 @@ class LayerRows:
             # the default of PyTorch's RNNs and attention, whose rows would be steps in time
             if self.hook is None and t.ndim == 3 and not getattr(hook.module, "batch_first", True):
                 raise HookError(
-                    f'{self.who}: "{name}" has batch_first=False: what it gives begins with time, '
-                    "not with samples. Give hook= a function that returns samples first, such as "
+                    f'{self.who}: "{name}" has batch_first=False: its output begins with time, not '
+                    "with samples. Give hook= a function that returns samples first, such as "
                     "lambda o: o[0].transpose(0, 1), and say by forward= how to run a batch."
                 )
             dense = t.layout is torch.strided and not (t.is_nested or t.is_quantized)
