@@ -166,8 +166,8 @@ class AttentionHooks(FunctionHooks):
         """
         if self._caller() is None:
             return call_outer(func, args, kwargs)
-        given = _SDPA.bind(*args, **kwargs).arguments
-        dtype, made = given["value"].dtype, list[Tensor]()
+        inputs = _SDPA.bind(*args, **kwargs).arguments
+        dtype, made = inputs["value"].dtype, list[Tensor]()
 
         def attention(scores: Tensor) -> Tensor:
             """Return the pattern, shown to each block that is open, the innermost last."""
@@ -179,10 +179,10 @@ class AttentionHooks(FunctionHooks):
             return made[1]
 
         with self._seeing_inside():
-            needs_graph = _needs_graph(given["query"])
+            needs_graph = _needs_graph(inputs["query"])
         if not needs_graph:  # a checkpoint repeats edits alone, and must find as much saved again
-            given = tree_map(lambda x: x.detach() if x.requires_grad else x, given)
-        scores = attention_scores(**given)
+            inputs = tree_map(lambda x: x.detach() if x.requires_grad else x, inputs)
+        scores = attention_scores(**inputs)
         seen = scores.reshape(_shape(scores))
         with self._seeing_inside():
             pattern = attention(seen)
@@ -192,8 +192,8 @@ class AttentionHooks(FunctionHooks):
                 return call_outer(func, args, kwargs)
             finally:
                 _thread.seen = False
-        value, rate = given["value"], given.get("dropout_p", 0.0)
-        if given.get("enable_gqa"):
+        value, rate = inputs["value"], inputs.get("dropout_p", 0.0)
+        if inputs.get("enable_gqa"):
             value = value.repeat_interleave(scores.size(-3) // value.size(-3), -3)
         pattern = self._check_shape(pattern, seen.shape).reshape(scores.shape)
         return dropout(pattern.to(value.dtype), rate) @ value
