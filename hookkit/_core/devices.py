@@ -44,8 +44,7 @@ def to_host_async(t: Tensor) -> Callable[[], Tensor]:
     if t.device.type in ("meta", "mps"):
         there = t.to("cpu")
         return lambda: there
-    host = torch.empty_like(t, device="cpu", pin_memory=True)
-    host.copy_(t, non_blocking=True)
+    host = begin_copy_to_host(t)
     event = torch.Event(t.device)
     event.record(torch.accelerator.current_stream(t.device))
 
@@ -54,6 +53,12 @@ def to_host_async(t: Tensor) -> Callable[[], Tensor]:
         return host
 
     return wait
+
+
+def begin_copy_to_host(t: Tensor) -> Tensor:
+    """Return a copy of `t` in pinned memory, which is complete after the next synchronization."""
+    host = torch.empty_like(t, device="cpu", pin_memory=True)
+    return host.copy_(t, non_blocking=True)
 
 
 def accelerator() -> str:

@@ -49,7 +49,7 @@ def collective(doing: str, *, after_s: float = 10.0) -> Iterator[None]:
     """Open a block for collective operations: it says on stderr if it waits, and why one failed.
 
     Args:
-        doing: what every rank has to do, and where this one is: "read `stored` of 'fc'".
+        doing: names what every rank has to do: "read `stored` of 'fc'".
         after_s: how long it waits before it says so.
 
     Raises:

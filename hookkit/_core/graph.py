@@ -1,6 +1,6 @@
-"""The autograd graph behind a tensor: its nodes, each once, and what they are called.
+"""Walk the autograd graph behind a tensor: its nodes, each once, and their names.
 
-Builds on `nested`. A node (`t.grad_fn`) holds the nodes whose results it takes in
+A node (`t.grad_fn`) holds the nodes whose results it takes in
 `next_functions`; the ones without any are parameters and other leaves, which they hold as
 `variable`. Nothing here computes or keeps a tensor alive.
 """
@@ -113,7 +113,7 @@ def only_input(node: Any) -> Any:
 
 
 def source(node: Any, through: Callable[[Any], bool]) -> Any:
-    """Return what made the first input of `node`: the nearest node that the walk cannot pass."""
+    """Return the nearest node before `node`, by first inputs, that the walk cannot pass."""
     for _ in range(8):
         node = first_input(node)
         if node is None or not through(node):

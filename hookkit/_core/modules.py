@@ -1,7 +1,8 @@
 """Walk the modules of a model and their names, whatever wraps the model.
 
 PyTorch's `named_modules` hides the second name of a shared module and lets wrappers into the names
-(`_orig_mod.`, `module.`). Here a walk gives each place of a module, without what wrappers add.
+(`_orig_mod.`, `module.`). Here a walk yields each place of a module, by its
+name in the bare model.
 """
 
 from __future__ import annotations

@@ -54,8 +54,9 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 def random_state(*loaders: Any) -> Callable[[], None]:
-    """Save `random_states()` and those of the generators that `loaders` draw from; return a
-    function that restores them.
+    """Save the random states; return a function that restores them.
+
+    These are `random_states()`, and the states of the generators that `loaders` draw from.
     """
     restore: list[Callable[[], Any]] = [partial(set_random_states, random_states())]
     for generator in (g for loader in loaders for g in generators_of(loader)):

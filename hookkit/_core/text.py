@@ -43,7 +43,7 @@ def csv_line(cells: Iterable[Any]) -> str:
     '1,0.5,,"a, b","a\\nb"'
     """
     line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(cells)  # which quotes what has a line's end
+    csv.writer(line, lineterminator="\n").writerow(cells)  # which quotes text with a line end
     return line.getvalue()[:-1]
 
 

@@ -11,7 +11,7 @@ grads         Tensor hooks on the outputs or inputs of a module.
 functions     `hook_function`: hooks on the calls of torch functions.
 attention     `hook_attention`: attention patterns, which fused attention never computes.
 attach        A recorder's function on a module.
-eager         Disables what skips hooks: compiled code, PyTorch's fused path.
+eager         Disables compiled code and PyTorch's fused path, which skip hooks.
 """
 
 from hookkit._core.pytree import Inputs

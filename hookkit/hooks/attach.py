@@ -37,8 +37,8 @@ class AttachedFunction:
     """Registered on a module by `attach`: calls `fn` while `switch` is on. Copies do nothing.
 
     Attributes:
-        fn: called with the module and what PyTorch passes; None in a copy or a pickle.
-        edit: what `fn` returns replaces the output (or the inputs). Otherwise it is ignored.
+        fn: called with the module and PyTorch's arguments; None in a copy or a pickle.
+        edit: the result of `fn` replaces the output (or the inputs). Otherwise it is ignored.
         observes: the model computes the same without it.
         n_seen: how many arguments PyTorch passes after the module.
     """
@@ -123,10 +123,10 @@ def attach(
         pre: calls `fn(module, args, kwargs)` before the forward instead.
         prepend: before the hooks that are there, instead of after them.
         always_call: also after a forward that raised; `output` is then None. Not for `pre`.
-        edit: what `fn` returns (unless None) replaces the output; with `pre`, it is the pair
+        edit: the result of `fn` (unless None) replaces the output; with `pre`, it is the pair
             `(args, kwargs)`. Without it the result is ignored.
         backward: calls `fn(module, grad_inputs, grad_outputs)`, by PyTorch's full backward hook.
-        observes: what an `edit` returns has the same values: views, or tensors with hooks.
+        observes: an `edit` returns the same values: views, or tensors with hooks.
         switch: `fn` is called only while it is on; one switch can serve many hooks.
 
     Raises:

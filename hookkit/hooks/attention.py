@@ -56,10 +56,10 @@ def hook_attention(
     Args:
         within: a model (all modules in it), or modules, as `select` gives them; None is every call
             in the block, without a module's name.
-        detach, cpu: as for `hook_output`. What fused attention does not compute has no gradient.
-        scores: stores what the softmax is given: logits, scaled and masked (-inf, or as the model
+        detach, cpu: as for `hook_output`. A pattern that only hookkit computes has no gradient.
+        scores: stores the input of the softmax: logits, scaled and masked (-inf, or as the model
             masks).
-        hook: `hook(call, inputs, output)`, or of one argument, the pattern, gives what to store.
+        hook: `hook(call, inputs, output)`, or of one argument, the pattern; its result is stored.
         keep: as for `hook_function`: `"all"` calls, `"last"` or `"none"`.
 
     Returns:
@@ -95,12 +95,12 @@ def attention_weights(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str
 
     Args:
         model: any model.
-        *inputs: what its forward takes.
+        *inputs: its positional inputs.
         **kwargs: its keyword inputs.
 
     Returns:
-        (batch, heads, queries, keys) for each layer, in the order of the calls. Of a layer that
-        attends several times each call has a number: `name:0`, `name:1`.
+        (batch, heads, queries, keys) for each layer, in the order of the calls. If a layer
+        attends several times, each call has a number: `name:0`, `name:1`.
 
     Raises:
         ArgumentError: `model` is no module.
@@ -158,7 +158,7 @@ class AttentionHooks(FunctionHooks):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _fused(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of fused attention, or what follows from a pattern that was edited.
+        """Return the result of fused attention, or the result for a pattern that was edited.
 
         The pattern is shown to the blocks that are open by calling `attention`, a function that
         each of their modes sees in turn. If all of them return the tensor that was made for them

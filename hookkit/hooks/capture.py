@@ -36,7 +36,7 @@ def hook_output(
     stop: bool = False,
     prepend: bool = False,
 ) -> Hook:
-    """Store what `module` returns in a `Hook`, or with `grad=True` the gradients of its output.
+    """Store the output of `module` in a `Hook`, or with `grad=True` its gradients.
 
     `stored` has the structure of the output: tuples, lists, dicts, deques and dataclasses, with
     copies of the tensors. Another object that holds tensors (a KV cache, a set) is stored as it is.
@@ -54,7 +54,7 @@ def hook_output(
         module: the layer. It holds the hook, until `remove()` or the end of the `with`.
         detach: stores snapshots, which later in-place operations do not change. False stores the
             tensors themselves, in their graph; reading one that was written in place since warns.
-        cpu: moves what is stored to the CPU; from CUDA without waiting, until it is read.
+        cpu: moves stored values to the CPU; from CUDA without waiting, until they are read.
         grad: stores the gradients instead, in the backward pass.
         gather: reading `stored` joins the batches of all ranks; every rank has to read it.
         keep: `"last"` stores the last call, `"all"` every call, in `.calls`.
@@ -95,11 +95,11 @@ def hook_outputs(
     stop: bool = False,
     prepend: bool = False,
 ) -> Hooks:
-    """Store what each of `modules` returns in `Hooks`, or the gradients of the outputs.
+    """Store the output of each of `modules` in `Hooks`, or the gradients of the outputs.
 
     Args:
-        modules: any number of modules. A Sequential stands for its children, as in fastai. Of what
-            `select` returns, or of a dict, the hooks can be read by name.
+        modules: any number of modules. A Sequential stands for its children, as in fastai. If they
+            come from `select`, or in a dict, the hooks can be read by name.
         detach, cpu, grad, gather, keep, clone, stop, prepend: as for `hook_output`.
 
     Returns:
@@ -131,7 +131,7 @@ def hook_input(
     stop: bool = False,
     prepend: bool = False,
 ) -> Hook:
-    """Store what `module` is called with, as `Inputs`, before the module can change it.
+    """Store the inputs of `module`, as `Inputs`, before the module can change them.
 
     With `grad=True` it stores a tuple with the gradient of each tensor among the positional inputs,
     then the keyword inputs; None where none arrived. The module gets each tensor as a view, which
@@ -173,7 +173,7 @@ def hook_inputs(
     stop: bool = False,
     prepend: bool = False,
 ) -> Hooks:
-    """Store what each of `modules` is called with in `Hooks`, or the gradients of the inputs.
+    """Store the inputs of each of `modules` in `Hooks`, or the gradients of the inputs.
 
     Args:
         modules, detach, cpu, grad, gather, keep, clone, stop, prepend: as for `hook_outputs`.
@@ -288,7 +288,7 @@ def print_sizes(model: nn.Module) -> Hooks:
     return hooks_of(named_modules_of(modules, "print_sizes"), options)
 
 
-# --- what they share
+# --- shared helpers
 
 
 def _kind(who: str, kind: str, grad: bool) -> str:

@@ -44,9 +44,9 @@ class Hooks:
     `with` block records the calls of all threads.
 
     Args:
-        ms: any number of modules. A Sequential stands for its children. Of a mapping, such as what
-            `select` returns, the hooks can be read by name.
-        hook_func: `f(module, input, output)`, or of one parameter `f(output)`; what it returns is
+        ms: any number of modules. A Sequential stands for its children. If they come in a mapping,
+            such as the result of `select`, the hooks can be read by name.
+        hook_func: `f(module, input, output)`, or of one parameter `f(output)`; its result is
             stored. None stores the output.
         is_forward: False registers PyTorch's full backward hooks: `f(module, grad_in, grad_out)`.
         detach, cpu, gather, pre, edit, keep, clone, prepend: as for `Hook`.
@@ -121,7 +121,7 @@ class Hooks:
         self.scope.register(self.hooks)
 
     def remove(self) -> None:
-        """Remove all of them from their modules; what was stored stays. Can be repeated."""
+        """Remove all of them from their modules; stored values stay. Can be repeated."""
         try:
             for h in self.hooks if self.options.edit else ():
                 h._warn_if_compiled()
@@ -144,7 +144,7 @@ class Hooks:
 
     @property
     def stored(self) -> Values:
-        """Return what each hook stored in its last call, in order; None where it was not called.
+        """Return the value that each hook stored in its last call, in order; None without a call.
 
         An `L`, as fastai's, that is a list too: `torch.stack(h.stored)`.
         """
@@ -161,7 +161,7 @@ class Hooks:
         return Values(values)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what each hook stored in its last call, by its name (or position)."""
+        """Return the value that each hook stored in its last call, by its name (or position)."""
         return self._by_name(self.stored)
 
     def items(self) -> Iterable[tuple[str, Hook]]:
@@ -197,12 +197,12 @@ class Hooks:
         return silent_reasons(self.hooks)
 
     def save(self, path: str | Path) -> Path:
-        """Write what is stored to a safetensors file, for `compare_models` or any other reader.
+        """Write the stored tensors to a safetensors file, for `compare_models` or any other reader.
 
         Tensors are called `name`, or `name:call` with `keep="all"`, with `/path` behind it where a
         module returns a structure or an object, such as a cache, which is saved as it is by then.
-        The metadata say of each key what it stands for, in the order of the hooks; they have the
-        modules' classes, the paths and the kind of the hooks. What is no tensor is left out.
+        The metadata describe each key, in the order of the hooks; they have the modules' classes,
+        the paths and the kind of the hooks. Values that are no tensors are left out.
 
         Args:
             path: of the file; one that exists is replaced as a whole.
@@ -306,7 +306,7 @@ def hooks_of(
     """Return `Hooks` on named modules, registered unless they are to be on in their `with` only.
 
     Args:
-        ms: what the modules were found in; names in a Sequential or a ModuleList are positions.
+        ms: the object that held the modules; names in a Sequential or ModuleList are positions.
     """
     hooks = Hooks.__new__(Hooks)
     hooks._init(named, options, ms, only_in_with)

@@ -91,7 +91,7 @@ def enter_eager(owner: object, always: bool = False) -> None:
         import_module("torch._dynamo.eval_frame")
     frames = sys.modules.get("torch._dynamo.eval_frame")
     # Private: `cached_backends` of `torch._dynamo.eval_frame`, those that torch.compile was called
-    # with, None of optimizers (since 2.1). Without it what is compiled for the first time inside a
+    # with, None of optimizers (since 2.1). Without it a function that is first compiled inside a
     # block is compiled with its hooks, in graphs that layers of one class share.
     wanted = any(getattr(frames, "cached_backends", {}).values())
     loaded = has_compiled() or wanted or (always and frames is not None)

@@ -76,7 +76,7 @@ class FunctionCall:
 
     Attributes:
         name: of the call: `blocks.3.attn/softmax:0`.
-        function: what was called.
+        function: the torch function that was called.
         owner: the module of `within` that called it; None without.
     """
 
@@ -249,7 +249,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         self._turn(True)
 
     def remove(self) -> None:
-        """Turn it off, until `register()` or the next `with`; what was stored stays."""
+        """Turn it off, until `register()` or the next `with`; stored values stay."""
         self._turn(False)
 
     def _turn(self, on: bool) -> None:
@@ -392,11 +392,12 @@ def hook_function(
     keep: str = "all",
     clone: bool = True,
 ) -> FunctionHooks:
-    """Store what each call of the torch function `f` returns, for the time of a `with`.
+    """Store the result of each call of the torch function `f`, for the time of a `with`.
 
-    For what no module computes: `F.scaled_dot_product_attention`, a residual `+`, `x.softmax(-1)`.
-    Each call has a `Hook` of its own, named by the module that made it, the function, and the
-    number of the call: `h["blocks.3.attn/scaled_dot_product_attention:0"]`. `h.names` lists all.
+    Use it for values that no module returns: `F.scaled_dot_product_attention`, a residual `+`,
+    `x.softmax(-1)`. Each call has a `Hook` of its own, named by the module that made it, the
+    function, and the number of the call: `h["blocks.3.attn/scaled_dot_product_attention:0"]`.
+    `h.names` lists all.
 
     The same function counts however it is reached: from `torch`, `torch.nn.functional` or as a
     method of a tensor (`F.softmax`, `torch.softmax`, `x.softmax`), in place (`relu_`), as an
@@ -415,8 +416,8 @@ def hook_function(
             one module (all modules in it), or several, as `select` gives them. None counts every
             call in the block, without a module's name.
         detach, cpu, grad, gather, clone: as for `hook_output`.
-        inputs: stores what the function was called with, as `Inputs`, or the gradients of that.
-        hook: `hook(call, inputs, output)`, or of one argument, gives what to store in place of the
+        inputs: stores the inputs of the function, as `Inputs`, or the gradients of the inputs.
+        hook: `hook(call, inputs, output)`, or of one argument; its result is stored in place of the
             output (with `inputs=True`: `hook(call, inputs)`); `call.function` is the function.
 
         keep: `"all"` calls; the `"last"` call of each module, in one hook without a number

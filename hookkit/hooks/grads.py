@@ -39,7 +39,7 @@ def listen_output(
         edits: the results of `receive` replace the gradients.
 
     Returns:
-        What the hook has to return: None, or the output with views in the place of some tensors.
+        The result of the hook: None, or the output with views in place of some tensors.
     """
     if not torch.is_grad_enabled():
         return None

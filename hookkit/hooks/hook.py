@@ -54,29 +54,29 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Hook:
-    """Calls one function at each forward (or backward) of one module, and keeps what it returns.
+    """Calls one function at each forward (or backward) of one module, and stores its result.
 
     Args:
         m: the module. Held weakly; the module holds the hook.
         hook_func: `f(module, input, output)`, or `f(module, input)` with `pre=True`, or
             `f(module, grad_input, grad_output)` with `is_forward=False`. A function of one
             argument, or of none that Python can read, gets the last of these alone: `torch.mean`,
-            `lambda o: o.std()`. What it returns is stored. `input` is an `Inputs`: a tuple of the
+            `lambda o: o.std()`. Its result is stored. `input` is an `Inputs`: a tuple of the
             positional inputs, keyword inputs by name. None stores the output (pre: the inputs).
         is_forward: False registers PyTorch's full backward hook.
-        detach: `hook_func` sees detached tensors, and what is stored is a snapshot. Without it
+        detach: `hook_func` sees detached tensors, and stored tensors are snapshots. Without it
             the tensors themselves are stored, in their graph; reading one that was written in place
             since warns. An `edit` always sees the live tensors.
-        cpu: what is stored is moved to the CPU; from CUDA without waiting, until it is read.
+        cpu: stored tensors are moved to the CPU; from CUDA without waiting, until they are read.
         gather: reading `stored` joins the ranks' batches; every rank has to read it.
         pre: before the forward instead of after it.
-        edit: what `hook_func` returns (unless None) replaces the output (pre: the inputs, as one
+        edit: the result of `hook_func` (unless None) replaces the output (pre: the inputs, as one
             value, a tuple or `Inputs`; backward: `grad_input`). Of another structure it raises.
         keep: `"last"` call, `"all"` calls, in `.calls`, or `"none"`: nothing is stored.
         clone: False stores the detached tensor without a copy.
         stop: in a `with` block, the forward ends, and the block with it, when this has fired.
         prepend: before the hooks that the module has, instead of after them.
-        name: what messages call the module.
+        name: of the module, for messages.
         path: of a part of the output, such as `[0]`: the hook sees this part alone.
 
     Raises:
@@ -129,10 +129,10 @@ class Hook:
         self._module: Callable[[], nn.Module | None] = (lambda: None) if m is None else ref(m)
         self.scope, self.name, self.path = scope, name, path
         self.handle: RemovableHandle | None = None
-        self.registered = False  # what a compiled graph can ask, unlike the handle
+        self.registered = False  # a compiled graph can ask this, unlike the handle
         self.n_calls = 0
-        self.last: Any = None  # what the last call stored
-        self.all: list[Any] | None = None  # what each call stored, with keep="all"
+        self.last: Any = None  # the value that the last call stored
+        self.all: list[Any] | None = None  # the values of all calls, with keep="all"
         self.version = -1  # of the tensors in `last`, if they are not copies
         self.silent_reason = ""  # why nothing was stored, as far as it is known
         # Which call the gradients in `last` are of: the number of the entering, that of the call in
@@ -140,7 +140,7 @@ class Hook:
         self.grads_of: tuple[int, ...] = ()
 
     def _clear(self) -> None:
-        """Forget what was stored and counted."""
+        """Clear the stored values and the counts."""
         self.n_calls, self.last, self.all, self.version, self.silent_reason = 0, None, None, -1, ""
         self.grads_of = ()
 
@@ -189,7 +189,7 @@ class Hook:
     def __call__(
         self, module: nn.Module, args: Any, x: Any = _MISSING, output: Any = _MISSING
     ) -> Any:
-        """Store what this call returned; return what replaces it, or None.
+        """Store the output (or input, gradient) of this call; return its replacement, or None.
 
         PyTorch passes `(module, args, output)`, with keyword inputs `(module, args, kwargs,
         output)`, before the forward `(module, args, kwargs)`, and in the backward `(module,
@@ -222,7 +222,7 @@ class Hook:
         return self._forward(module, args, x, output)
 
     def hook_fn(self, m: nn.Module, i: Any, o: Any) -> Any:
-        """Call `hook_func(m, i, o)` as PyTorch does, and store what it returns.
+        """Call `hook_func(m, i, o)` as PyTorch does, and store its result.
 
         >>> import torch
         >>> m, x = nn.Linear(2, 3), torch.zeros(4, 2)
@@ -239,7 +239,7 @@ class Hook:
         """Store the output (pre: the inputs), or the function's result, and count the call.
 
         Returns:
-            What replaces the output (pre: the inputs), if the hook edits; else None.
+            The replacement of the output (pre: the inputs), if the hook edits; otherwise None.
         """
         options, pre, call = self.options, self.options.kind == "pre", call_kind()
         # A checkpoint repeats the edits of its forward; without any, that ran outside the block.
@@ -269,7 +269,7 @@ class Hook:
         return new_inputs(self, value, new) if pre else new
 
     def _backward(self, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
-        """Store the gradients of PyTorch's full backward hook; return what replaces them."""
+        """Store the gradients of PyTorch's full backward hook; return the replacement, or None."""
         options = self.options
         if options.detach and not options.edit:
             grad_input = tree_map(Tensor.detach, grad_input)
@@ -434,7 +434,7 @@ class Hook:
 
     @property
     def stored(self) -> Any:
-        """Return what the last call stored; None before the first.
+        """Return the value that the last call stored; None before the first.
 
         Waits for a copy from CUDA, warns of a live tensor that was written in place since, and with
         `gather` joins the ranks (all of them have to read it, equally often).
@@ -445,7 +445,7 @@ class Hook:
         return value
 
     def _stored_here(self) -> Any:
-        """Return what this rank stored in the last call."""
+        """Return the value that this rank stored in the last call."""
         wait_for(self.scope.pending)
         if self.last is None:
             self._warn_if_compiled()
@@ -463,7 +463,7 @@ class Hook:
 
     @property
     def calls(self) -> Values:
-        """Return what each call stored, in the order of the forward calls; needs `keep="all"`."""
+        """Return the value of each call, in the order of the forward calls; needs `keep="all"`."""
         options = self.options
         if options.keep != "all":
             raise OptionError(
@@ -536,7 +536,7 @@ class Hook:
         return f"Hook({self.label}, {seen}{held}{', removed' if self.removed else ''})"
 
     def _stored_in_words(self) -> str:
-        """Return what is stored in words; "" for gradients, which are filled in later."""
+        """Return a description of the stored value; "" for gradients, which arrive later."""
         grads = self.options.kind.endswith("grad")
         return "" if self.last is None or grads else describe(self.last)
 
@@ -560,18 +560,18 @@ class Hook:
 
     @property
     def hook_func(self) -> Callable[..., Any] | None:
-        """Return the function it was made with; None stores what the module gives."""
+        """Return the function it was made with; None stores the output."""
         func = self.options.func
         return func.f if isinstance(func, OfLast) else func
 
     @property
     def detach(self) -> bool:
-        """Return True if what is stored is detached."""
+        """Return True if stored tensors are detached."""
         return self.options.detach
 
     @property
     def cpu(self) -> bool:
-        """Return True if what is stored is moved to the CPU."""
+        """Return True if stored tensors are moved to the CPU."""
         return self.options.cpu
 
     @property
@@ -587,7 +587,7 @@ class Hook:
         return not self.registered
 
     def remove(self) -> None:
-        """Remove it from its module; what was stored stays. Can be repeated."""
+        """Remove it from its module; stored values stay. Can be repeated."""
         try:
             if self.options.edit:
                 self._warn_if_compiled()
@@ -607,7 +607,7 @@ def hook_of(m: Any, scope: HookScope, name: str | None = None, path: str = "") -
     """Return a `Hook` with the options of `scope`, which is not registered yet.
 
     Args:
-        m: a module, or what stands for one, such as a `FunctionCall`.
+        m: a module, or an object that stands for one, such as a `FunctionCall`.
     """
     hook = Hook.__new__(Hook)
     hook._init(m, scope, name, path)

@@ -101,10 +101,10 @@ class Selection(dict[str, nn.Module]):
         return "\n".join(lines) or repr(self)
 
 
-def select(model: nn.Module, *what: Selector) -> Selection:
+def select(model: nn.Module, *selectors: Selector) -> Selection:
     """Return the modules of `model` that the selectors match, by name, in the selectors' order.
 
-    Each of `what` is one of
+    Each selector is one of
 
     - a dotted name: `"layer1.0.conv1"`; `""` is the model itself;
     - a glob, matched part by part: `*` (one part, or some letters of one), `**` (any number of
@@ -119,25 +119,25 @@ def select(model: nn.Module, *what: Selector) -> Selection:
     - a list, or any iterable, of all these (a ModuleList is its entries, since it never runs);
     - a dict that renames, `{"layer2": "h"}`: a selector, and the name in the result.
 
-    Without a selector it gives every module below the root that runs. Modules that PyTorch never
-    calls (a ModuleList, attention's output projection) are given for their name, and by a glob,
+    Without a selector it returns every module below the root that runs. Modules that PyTorch never
+    calls (a ModuleList, attention's output projection) are found by their name, and by a glob,
     regex, class or predicate only if it matches nothing else.
 
-    Names are those of the model inside compile, DDP, DataParallel and FSDP wrappers. Each given
-    name has its entry, also two names of a shared module; globs, classes and the like give it once,
-    under the first name that they match. Modules of `torch.nn.utils.parametrize` are found by their
-    whole name only.
+    Names are those of the model inside compile, DDP, DataParallel and FSDP wrappers. Each name that
+    was asked for has its entry, also two names of a shared module; globs, classes and the like find
+    it once, under the first name that they match. Modules of `torch.nn.utils.parametrize` are found
+    by their whole name only.
 
     Args:
         model: a model, wrapped or not.
-        *what: selectors.
+        *selectors: as above.
 
     Returns:
         A `Selection`: a dict of name → module, which hooks, edits and recorders take.
 
     Raises:
         SelectionError: nothing matches; the message has the nearest names.
-        ArgumentError: something in `what` is none of the above.
+        ArgumentError: a selector is none of the above.
         OptionError: two entries have the same name, or a dict gives one name to several modules.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -146,11 +146,11 @@ def select(model: nn.Module, *what: Selector) -> Selection:
     >>> list(select(net, {"0": "first"}, "[1-2]"))
     ['first', '1', '2']
     """
-    check_module("select", model, "The model comes first: select(model, what).")
+    check_module("select", model, "The model comes first: select(model, selector).")
     finder = _Finder(model)
     picks: dict[str, Pick] = {}
     taken: set[tuple[int, str]] = set()
-    for pick in finder.of(what) if what else finder.everything():
+    for pick in finder.of(selectors) if selectors else finder.everything():
         place = id(pick.module), pick.path
         if not pick.by_name and place in taken:  # a second name of a shared module
             continue
@@ -317,30 +317,32 @@ class _Finder:
         firsts = list(self.firsts.values())
         return _running(firsts[1:]) or firsts
 
-    def of(self, what: Any) -> Iterator[Pick]:
+    def of(self, selector: Any) -> Iterator[Pick]:
         """Yield the modules that one selector matches."""
-        if isinstance(what, Selection):
-            for name, m in what.items():
-                yield self.by_module(m)._replace(path=what.path(name), by_name=True, new_name=name)
-        elif isinstance(what, Mapping):
-            for key, new in what.items():
+        if isinstance(selector, Selection):
+            for name, m in selector.items():
+                yield self.by_module(m)._replace(
+                    path=selector.path(name), by_name=True, new_name=name
+                )
+        elif isinstance(selector, Mapping):
+            for key, new in selector.items():
                 yield self.renamed(key, new)
-        elif isinstance(what, str):
-            yield from self.by_text(what)
-        elif isinstance(what, nn.Module) and not isinstance(what, nn.ModuleList):
-            yield self.by_module(what)
-        elif isinstance(what, Iterable):
-            for each in what:
+        elif isinstance(selector, str):
+            yield from self.by_text(selector)
+        elif isinstance(selector, nn.Module) and not isinstance(selector, nn.ModuleList):
+            yield self.by_module(selector)
+        elif isinstance(selector, Iterable):
+            for each in selector:
                 yield from self.of(each)
         else:
-            test = _test(what)
-            by_module = isinstance(what, type) or isinstance(test, OfLast)
+            test = _test(selector)
+            by_module = isinstance(selector, type) or isinstance(test, OfLast)
             places = self.firsts.values() if by_module else self.places
             picks = [pick for pick in places if test(pick.name, pick.module)]
             if not picks:
                 raise SelectionError(
-                    f"no module matches {short_repr(what)}. print(select(model)) lists all, with "
-                    "their classes."
+                    f"no module matches {short_repr(selector)}. print(select(model)) lists all, "
+                    "with their classes."
                 )
             yield from _running(picks)
 
@@ -413,16 +415,16 @@ def _running(picks: list[Pick]) -> list[Pick]:
     return [pick for pick in picks if pick.by_name or can_run(pick.module)] or picks
 
 
-def _test(what: Any) -> Any:
+def _test(selector: Any) -> Any:
     """Return `f(name, module)`, which tells whether a regex, class or predicate matches."""
-    if isinstance(what, re.Pattern):
-        return lambda name, _: name and what.search(name)
-    if isinstance(what, type):
-        return lambda _, module: isinstance(module, what)
-    if not callable(what):
+    if isinstance(selector, re.Pattern):
+        return lambda name, _: name and selector.search(name)
+    if isinstance(selector, type):
+        return lambda _, module: isinstance(module, selector)
+    if not callable(selector):
         raise ArgumentError(
-            f"select: {short_repr(what)} selects nothing. Give a name, a glob, a compiled regex, a "
-            "class, a predicate of (name, module) or of the module, a module, or a list or dict of "
-            "these."
+            f"select: {short_repr(selector)} selects nothing. Give a name, a glob, a compiled "
+            "regex, a class, a predicate of (name, module) or of the module, a module, or a list or "
+            "dict of these."
         )
-    return check_function("select", what, "name", "module", name="predicate")
+    return check_function("select", selector, "name", "module", name="predicate")

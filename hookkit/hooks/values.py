@@ -13,6 +13,7 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
 
+from hookkit._core.devices import begin_copy_to_host
 from hookkit._core.pytree import (
     Inputs,
     describe,
@@ -112,8 +113,7 @@ def _to_cpu(t: Tensor, pending: set[torch.device]) -> Tensor:
     if not t.is_cuda or t.requires_grad or t.layout is not torch.strided or t.is_nested:
         return t.cpu()
     pending.add(t.device)
-    host = torch.empty_like(t, device="cpu", pin_memory=True)
-    return host.copy_(t, non_blocking=True)
+    return begin_copy_to_host(t)
 
 
 def wait_for(pending: set[torch.device]) -> None:
