@@ -326,10 +326,10 @@ def named_modules_of(ms: Any, who: str) -> list[Named]:
         ms = unwrap(ms)
     if isinstance(ms, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
         return [(name, m, "") for name, m in submodules(ms).items()]
+    if isinstance(ms, Selection):
+        return [(name, m, ms.path(name)) for name, m in ms.items()]
     if isinstance(ms, Mapping):
-        return [
-            (name, m, ms.path(name) if isinstance(ms, Selection) else "") for name, m in ms.items()
-        ]
+        return [(name, m, "") for name, m in ms.items()]
     if isinstance(ms, (str, nn.Module)) or not isinstance(ms, Iterable):
         by_name = isinstance(ms, str)
         what = f'the string "{ms}"' if by_name else type(ms).__name__

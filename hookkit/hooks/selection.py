@@ -424,7 +424,7 @@ def _test(selector: Any) -> Any:
     if not callable(selector):
         raise ArgumentError(
             f"select: {short_repr(selector)} selects nothing. Give a name, a glob, a compiled "
-            "regex, a class, a predicate of (name, module) or of the module, a module, or a list or "
-            "dict of these."
+            "regex, a class, a predicate of (name, module) or of the module, a module, or a list "
+            "or dict of these."
         )
     return check_function("select", selector, "name", "module", name="predicate")
