@@ -1,7 +1,7 @@
 """`compare_models` on the zoo: equal copies, and each layer found whose weights are others.
 
-What it says is held against what plain hooks see: the first output that changes is the first row
-beyond the tolerance, and of two layers with other weights both have an error of their own.
+What it says is held against what plain hooks see: `.first` is the first output that changes, or the
+module around it if its inputs change too.
 """
 
 import copy
@@ -98,9 +98,8 @@ def test_a_copy_does_not_differ_and_nothing_is_changed(e: Entry) -> None:
     args, kwargs = e.args(), e.kwargs()
     before = fingerprint(model, args, kwargs)
 
-    for isolate in (False, True):
-        found = compare_models(model, other, *args, isolate=isolate, **kwargs)
-        assert found.first is None, str(found)
+    found = compare_models(model, other, *args, **kwargs)
+    assert found.first is None, str(found)
     assert fingerprint(model, args, kwargs) == before
 
 
@@ -114,20 +113,9 @@ def test_layers_with_other_weights_are_found(e: Entry) -> None:
     for name, first in expected.items():
         found = compare_models(model, nudged(model, name), *args, **kwargs).first
         assert found, name
-        assert layer_of(found, model) == first, "another first layer"
-
-    own = {name: at for name, at in expected.items() if f"{name}.".startswith(at)}
-    for name in list(own)[1:]:
-        broken = next(iter(own)), name
-        other = nudged(model, *broken)
-        rows = compare_models(model, other, *args, isolate=True, **kwargs)
-
-        different = {layer_of(r, model) for r in rows if r.own_different}
-        assert {own[layer] for layer in broken} <= different, "an error of their own is missing"
-        assert all(changed_in(layer, model, other) for layer in different)
-
-
-def changed_in(layer: str, model: nn.Module, other: nn.Module) -> bool:
-    """Whether any weight in this layer is another."""
-    pairs = zip(*(m.get_submodule(layer).parameters() for m in (model, other)), strict=True)
-    return not all(torch.equal(a, b) for a, b in pairs)
+        named = layer_of(found, model)
+        # a weight of a layer that no hook sees makes a difference in the module around it
+        around = f"{name}.".startswith(f"{named}." if named else "")
+        assert named == first or around, "another first layer"
+        if f"{name}.".startswith(f"{first}."):
+            assert named == first

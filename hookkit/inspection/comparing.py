@@ -1,13 +1,12 @@
 """`compare_models`: runs two models on the same inputs and compares what their layers give.
 
-Builds on `sides` and `pairing`.
+Builds on `sides`, `pairing` and `comparison_rows`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from hookkit.errors import ArgumentError, OptionError, SelectionError
 from hookkit.hooks.attach import check_hookable
 from hookkit.hooks.selection import select
 from hookkit.inspection.comparison import Comparison
-from hookkit.inspection.isolating import alone, fitted
-from hookkit.inspection.pairing import compared
-from hookkit.inspection.sides import WHO, Side, read, run, sum_of_outputs
+from hookkit.inspection.comparison_rows import RowMaker
+from hookkit.inspection.pairing import Names, pair_modules
+from hookkit.inspection.sides import WHO, Side, fitted, read, run, sum_of_outputs
 
 Model = nn.Module | str | Path
 
@@ -37,16 +36,20 @@ def compare_models(
     atol: float | None = None,
     grads: bool = False,
     loss: Callable[[Any], Tensor] | None = None,
-    isolate: bool = False,
     **kwargs: Any,
 ) -> Comparison:
-    """Compares what two models give for the same inputs, layer by layer.
+    """Compare what two models give for the same inputs, layer by layer, and name the first.
 
     For a port and its reference, float32 and bfloat16, before and after surgery, training and
     evaluation mode. `a` is the expected one. Both run in the modes in which they are, from the same
     random state, without gradients unless `grads`; random states, buffers and modes are restored.
-    Compiled models run eagerly; what both give is kept until it is compared. A layer that only one
-    of them runs, and a result that cannot be taken apart or is a nested tensor, are differences.
+    Compiled models run eagerly; what both were given and gave is kept until it is compared.
+
+    The modules of the two are pairs by their names, if those of all layers with parameters agree.
+    Otherwise modules with the same weights are pairs, also if the weights are transposed, permuted,
+    split or fused; then those with the same name, then those of the same size in the same place,
+    then what is around pairs. Where a port lays its outputs out otherwise (channels last, heads or
+    batch and positions in one axis), the layout that is nearest counts.
 
     Args:
         a: a model, or a file that `Hooks.save` wrote: run in one environment, compare in another.
@@ -55,24 +58,24 @@ def compare_models(
         *inputs: for the models; none where both are files.
         modules: selectors of `a`'s modules, as for `select`: only these are compared. By default
             all that run, or all that the other side, a file, has.
-        names: names in `a` and the names in `b` that they stand for, where these differ:
-            `{"encoder.layers.*": "transformer.h.*"}`. Only `*` is special. A name stands for all
-            below it, and the longest that fits counts: `{"": "model"}` where `b` has all of `a` in
-            its `model`. With it, modules without parameters, modules around compared ones, and
-            modules inside one that is compared with a layer may be in one of the models alone.
-        rtol: relative tolerance; by default torch.testing's for the looser of the two dtypes.
-        atol: absolute tolerance; as `rtol`.
+        names: names or globs in `a`, and the names in `b` that they stand for:
+            `{"encoder.layers.*": "transformer.h.*"}`. A wildcard in the second stands for what the
+            one in the same place of the first matches; braces for as many names (`"{q,k}"`,
+            `"{query,key}"`), or for the parts of a fused weight (`"qkv"`, `"{q,k,v}"`). A name
+            stands for all below it, and the longest that fits counts: `{"": "model"}` where `b` has
+            all of `a` in its `model`. What it does not say is found as without it.
+        rtol: relative tolerance; by default for the looser of the two dtypes 1e-5 (float32),
+            1e-10 (float64), 1e-2 (float16), 5e-2 (bfloat16), 0 for whole numbers. 0 is exact.
+        atol: absolute tolerance; by default `rtol` times the root mean square of `a`'s tensor.
         grads: whether gradients are compared too: of each output, and of the parameters in the
             compared modules, each with the innermost of them. `.grad` stays as it is.
         loss: with `grads`, gives what is differentiated from a model's output; by default the sum
             of all floating point tensors in it.
-        isolate: calls each module of `b` alone too, on what `a`'s received and from the same random
-            state, for `Row.own_rel`: without the errors of the layers before it. `Row.own_note`
-            says where that was not possible. Cost: a run of `b` for each level of modules.
         **kwargs: keyword inputs for the models.
 
     Returns:
-        The rows, in the order in which `a`'s modules finish; `.first` is the first that differs.
+        The rows, in the order in which `a`'s modules finish. `.first` is the innermost call whose
+        inputs agree and whose output does not, `.names` the pairs that have other names.
 
     Raises:
         ArgumentError: `a` or `b` is neither a model nor a file, or has parameters without values;
@@ -80,7 +83,7 @@ def compare_models(
             gives more than one number.
         HookError: a model is scripted, or a layer is called inside a transform of torch.func.
         OptionError: a tolerance is negative, or a file or one of `names` cannot be read.
-        SelectionError: `modules` match nothing, or nothing is in both by its name.
+        SelectionError: `modules` match nothing, or no modules are pairs.
         MissingExtraError: there is a file, and safetensors is not installed.
 
     >>> import torch
@@ -96,65 +99,64 @@ def compare_models(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None:
             check_number(WHO, name, value, 0)
-    _check_names(names)
+    if not isinstance(names or {}, Mapping):
+        raise OptionError(f"{WHO}: names={names!r:.60} is no dict. Give {{in a: in b}}.")
+    rules = Names(names or {})
     n_files = sum(isinstance(x, str | Path) for x in (a, b))
-    if check_flag(WHO, "grads", grads) | check_flag(WHO, "isolate", isolate) and n_files:
-        raise ArgumentError(f"{WHO}: grads and isolate need two models; a file has outputs alone.")
+    if check_flag(WHO, "grads", grads) and n_files:
+        raise ArgumentError(f"{WHO}: grads needs two models; a file has outputs alone.")
     if n_files == 2 and tree_leaves((inputs, kwargs)):
         raise ArgumentError(f"{WHO}: both sides are files, which take no inputs. Give none.")
     if check_callable(WHO, "loss", loss) and not grads:
         raise ArgumentError(f"{WHO}: loss= is what grads=True differentiates. Give both, or none.")
     one, other, given = _checked("first", a), _checked("second", b), Inputs(inputs, kwargs)
     first, second = (x if isinstance(x, Side) else Side() for x in (one, other))
-    ours = _chosen(one, modules, first)
-    partners, theirs = _partners(other, ours, names or {})
-    if modules is None and isinstance(one, nn.Module):
-        if isinstance(other, Side):  # a file has what was captured
-            ours = {name: m for name, m in ours.items() if partners[name] in other.types}
-        else:
-            theirs = {**_chosen(other, None, second), **theirs}
-
-    loosely = names is not None
-    so_far = partial(compared, first, second, partners, rtol=rtol, atol=atol, loosely=loosely)
     used = (loss or sum_of_outputs) if grads else None
+    selected = modules is not None or (first.saved and not second.saved)
+    if isinstance(one, nn.Module):
+        first.modules, first.paths = _chosen(one, modules)
+        if second.saved and modules is None:  # a file has what was captured
+            first.modules = {n: m for n, m in first.modules.items()
+                             if {*rules.pair(n).b} & {*second.types}}  # fmt: skip
+    elif modules is not None:
+        raise ArgumentError(f"{WHO}: modules= selects from a model, and the first is a file.")
+    if isinstance(other, nn.Module):
+        second.modules = _partners(other, first, rules, selected)
+
+    def so_far() -> Comparison:
+        pairs = pair_modules(first, second, rules)
+        return RowMaker(first, second, pairs, rtol, atol).comparison(selected)
+
     try:
         if isinstance(one, nn.Module):
-            own = alone(one, other, partners) if isolate and isinstance(other, nn.Module) else None
-            run(one, ours, given, first, used, own)
+            run(one, first, given, used)
     except Exception as error:
         error.add_note(f"{WHO}: raised by the first model")
         raise
     try:
         if isinstance(other, nn.Module):
-            run(other, theirs, fitted(given, one, other), second, used)
+            run(other, second, fitted(given, one, other), used)
     except Exception as error:
-        error.add_note(f"{WHO}: raised by the second model; until then {so_far().verdict}")
+        error.add_note(f"{WHO}: raised by the second model")
+        with suppress(Exception):  # of a comparison of half a run
+            error.add_note(f"{WHO}: until then {so_far().verdict}")
         raise
+    if first.last or second.last:
+        first.keep_last_calls()
+        second.keep_last_calls()
     comparison = so_far()
     if all(r.is_alone for r in comparison):
         raise SelectionError(
-            f"{WHO}: nothing was compared: no module that gives a tensor is in both by its name. "
-            f"The first has {_listed(one)}, the second {_listed(other)}. Give names={{name in "
-            "the first: its name in the second}."
+            f"{WHO}: nothing was compared: no module that gives a tensor is in both, by its name "
+            f"or its weights. The first has {_listed(first)}, the second {_listed(second)}. Load "
+            "the weights of one into the other, or give names={name in the first: its name in the "
+            "second}."
         )
     return comparison
 
 
-def _check_names(names: Any) -> None:
-    """Raises if `names` is no dict of names, or has patterns of `select` that it does not know."""
-    if not isinstance(names or {}, Mapping):
-        raise OptionError(f"{WHO}: names={names!r:.60} is no dict. Give {{in a: in b}}.")
-    for old, new in (names or {}).items():
-        known = isinstance(old, str) and isinstance(new, str)
-        if not known or re.search(r"[?{}\[\]]|\*\*", old + new) or new.count("*") > old.count("*"):
-            raise OptionError(
-                f"{WHO}: names={{{old!r}: {new!r}}} cannot be read: only * is special, and stands "
-                "for one part of the name in a, and for the same in b. Give an entry for each name."
-            )
-
-
 def _checked(which: str, x: Any) -> nn.Module | Side:
-    """One of the two sides: a model that can run, or what a file has."""
+    """Return one of the two sides: a model that can run, or what a file has."""
     if isinstance(x, str | Path):
         return read(x)
     model = check_module(WHO, x, "Give two models, or files that Hooks.save wrote.")
@@ -167,59 +169,38 @@ def _checked(which: str, x: Any) -> nn.Module | Side:
     return model
 
 
-def _chosen(x: nn.Module | Side, modules: Any, side: Side) -> dict[str, nn.Module]:
-    """The modules of `x` that are compared, by name: the selected, or all that run.
+def _chosen(
+    model: nn.Module, modules: Any
+) -> tuple[dict[str, nn.Module], dict[str, tuple[str, ...]]]:
+    """Return the modules that are compared, all that run or the selected, by name.
 
-    If only parts of their results are meant, `side` is told their paths.
+    With them, for those of whose results only some parts are meant, the paths of these.
     """
-    if isinstance(x, Side):
-        if modules is not None:
-            raise ArgumentError(f"{WHO}: modules= selects from a model, and the first is a file.")
-        return dict.fromkeys(x.types, nn.Identity())
-    root, chosen = unwrap(x), dict[str, nn.Module]()
+    root, chosen, paths = unwrap(model), dict[str, nn.Module](), dict[str, tuple[str, ...]]()
     if modules is None:
-        return {name: m for name, m, first in walk(root) if first and can_run(m)}
+        return {name: m for name, m, first in walk(root) if first and can_run(m)}, paths
     selection = select(root, *(modules if isinstance(modules, list | tuple) else [modules]))
     for key, module in selection.items():
         name, path = selection.place(key)
-        chosen[name], side.paths[name] = module, (*side.paths.get(name, ()), path)
-    return chosen
+        chosen[name], paths[name] = module, (*paths.get(name, ()), path)
+    return chosen, paths
 
 
-def _partners(
-    other: nn.Module | Side, chosen: Mapping[str, nn.Module], names: Mapping[str, str]
-) -> tuple[dict[str, str], dict[str, nn.Module]]:
-    """The names of the chosen modules on the other side, and its modules of these names."""
-    partners, theirs = {name: renamed(name, names) for name in chosen}, dict[str, nn.Module]()
-    if isinstance(other, nn.Module):
-        for name, there in partners.items():
-            place = find(unwrap(other), there)
-            if place is not None and can_run(place[1]):
-                partners[name], theirs[place[0]] = place
-    return partners, theirs
+def _partners(model: nn.Module, first: Side, rules: Names, selected: bool) -> dict[str, nn.Module]:
+    """Return the modules of the second model that are recorded.
+
+    They are all that run; if only some of the first are compared, and all of those have a partner
+    by name, these partners.
+    """
+    every = _chosen(model, None)[0]
+    named = {name for n in first.modules or first.types for name in rules.pair(n).b}
+    found = {name: place for name in named if (place := find(unwrap(model), name)) is not None}
+    if selected and len(found) == len(named):
+        return {name: m for name, (_, m) in found.items() if can_run(m)}
+    return every | {name: m for name, (_, m) in found.items() if can_run(m)}
 
 
-def _listed(side: nn.Module | Side) -> str:
-    every = side.types if isinstance(side, Side) else [name for name, *_ in walk(side)]
-    names = [name for name in every if name] or [""]
+def _listed(side: Side) -> str:
+    names = [name for name in side.ran() if name] or [""]
     more = f" and {len(names) - 6} more" * (len(names) > 6)
     return f"{', '.join(map(repr, names[:6]))}{more}"
-
-
-def renamed(name: str, names: Mapping[str, str]) -> str:
-    """The name in the second model: of the patterns that fit, the longest counts.
-
-    >>> names = {"encoder.layers.*": "h.*", "encoder.layers.*.linear1": "h.*.mlp.fc"}
-    >>> [renamed(f"encoder.layers.3.{name}", names) for name in ("norm1", "linear1")]
-    ['h.3.norm1', 'h.3.mlp.fc']
-    >>> renamed("head", {"": "model"}), renamed("model.head", {"model": ""})
-    ('model.head', 'head')
-    """
-    for old in sorted(names, key=lambda n: (-n.count(".") - bool(n), n.count("*"))):
-        pattern = re.escape(old).replace(r"\*", "([^.]+)") + r"(?=\.|$)" if old else ""
-        if fits := re.match(pattern, name):
-            new = names[old]
-            for part in fits.groups():
-                new = new.replace("*", part, 1)
-            return ".".join(filter(None, (new, name[fits.end() :].lstrip("."))))
-    return name

@@ -129,12 +129,28 @@ class CallTree:
         >>> tree.first(inputs_differ={norm}, outputs_differ={fc, norm, block}).name
         'block.fc'
         """
+        return next(iter(self.makers(inputs_differ, outputs_differ)), None)
+
+    def makers(
+        self, inputs_differ: Collection[Call], outputs_differ: Collection[Call]
+    ) -> list[Call]:
+        """Return every innermost call whose inputs agree and whose output differs, as they end."""
         makers = [c for c in self.ended if c in outputs_differ and c not in inputs_differ]
         containers = {outer for call in makers for outer in self.around(call)}
-        return next((call for call in makers if call not in containers), None)
+        return [call for call in makers if call not in containers]
 
-    def place(self, call: Call, inputs_differ: Collection[Call]) -> str:
+    def place(
+        self,
+        call: Call,
+        inputs_differ: Collection[Call],
+        judged: Collection[Call] | None = None,
+    ) -> str:
         """Return in words where in `call` the difference begins; `""` if no calls are in it.
+
+        Args:
+            call: the call in which it begins.
+            inputs_differ: the calls whose inputs differ.
+            judged: the calls that were compared; others are passed over. By default all.
 
         >>> tree = CallTree()
         >>> for name in ("mix", "mix.dt", "mix.out"):
@@ -142,7 +158,9 @@ class CallTree:
         >>> tree.place(Call("mix"), inputs_differ={Call("mix.out")})
         'in its own forward, after dt and before out'
         """
-        inside = [c for c in self.begun if self.parent.get(c) == call]
+        known = [c for c in self.begun if judged is None or c in judged]
+        those = {call, *known}
+        inside = [c for c in known if next((o for o in self.around(c) if o in those), None) == call]
         if not inside:
             return ""
 

@@ -1,163 +1,435 @@
-"""The rows of a comparison, from what two sides gave.
+"""Which modules of two models belong together: by name, by equal weights, or by order and size.
 
-Builds on `measures`, `comparison` and `sides`.
+Modules with the same weights are a pair. The signature of a weight is a sum over its values, so it
+is the same for a transposed, permuted or reshaped matrix, and that of a fused matrix is the sum of
+its parts'. Vectors say less (many are all ones), so only layers without a matrix go by them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping
-from dataclasses import replace
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping
+from itertools import chain, combinations, product
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from hookkit._core.pytree import Parts, describe
-from hookkit.inspection.comparison import MISSING, NOT_GIVEN, Comparison, Row
-from hookkit.inspection.differences import dense, difference, pairs
-from hookkit.inspection.sides import Key, Side
+from hookkit._core.pytree import Parts
+from hookkit.errors import OptionError
+from hookkit.hooks.selection import compile_glob, expand
+from hookkit.inspection.differences import dense
+from hookkit.inspection.first_difference import Call
+from hookkit.inspection.sides import WHO, Key, Side, float_dtype, own_params
+
+Signature = tuple[int, int]
+_NOTHING: Signature = (0, 0)  # of no values, and of zeros
+_WILDCARD = re.compile(r"\*+|\?|\[!?[^]]+\]")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a name
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def compared(
-    first: Side,
-    second: Side,
-    partners: Mapping[str, str],
-    *,
-    rtol: float | None = None,
-    atol: float | None = None,
-    loosely: bool = False,
-) -> Comparison:
-    """The rows in the order of the first side's values, then what only the second one has.
+class Pair(NamedTuple):
+    """Modules of the first model and of the second that compute the same.
 
-    Args:
-        first: what is expected.
-        second: what is compared with it.
-        partners: names of modules on the first side, and on the second.
-        rtol: relative tolerance, None for the dtypes' own.
-        atol: absolute tolerance.
-        loosely: leaves out what one side lacks as it is built otherwise: a module around compared
-            ones, one inside a module that is compared with a layer, one without parameters; and
-            gradients of parameters.
+    Attributes:
+        a: names in the first; several if their weights are one fused weight in the second.
+        b: names in the second.
+        how: "names=", "name", "weights", "order" or "around".
     """
-    if first.last or second.last:
-        first, second = first.last_calls(), second.last_calls()
-    limits = {partners[name]: paths for name, paths in first.paths.items()} | second.paths
-    saved = first.saved or second.saved
-    expected = {key: _counting(key, parts, limits.get(partners[key.name]), saved)
-                for key, parts in first.values.items()}  # fmt: skip
-    found = {key: _counting(key, parts, limits.get(key.name), saved)
-             for key, parts in second.values.items()}  # fmt: skip
-    rows, paired = list[tuple[Key, Row]](), set[tuple[Key, str]]()
-    for key, mine in expected.items():
-        there = key._replace(name=partners[key.name])
-        own, note = first.own.get(key, ([], ""))
-        alone = {path: x for path, _, _, x in pairs(mine, own)}
-        theirs = {path: at for path, _, *at in pairs(mine, found.get(there, []))}
-        lacks = NOT_GIVEN if there.name in second.types else MISSING
-        for path, x in mine:
-            other, y = theirs.get(path, (path, None))
-            row = replace(_row(first, key, path, x), other_name=there.name + other, own_note=note)
-            if path in theirs:
-                paired.add((there, other))
-                row = _apart(row, x, y, rtol, atol)
+
+    a: tuple[str, ...]
+    b: tuple[str, ...]
+    how: str
+
+
+class Names:
+    """Reads `names=`: names or globs of the first model, and those that they are in the second."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._rules: list[tuple[list[str], list[str]]] = []
+        for old, new in names.items():
+            rule = f"{WHO}: names={{{old!r}: {new!r}}}"
+            if not (isinstance(old, str) and isinstance(new, str)):
+                raise OptionError(f"{rule} is no text. Give names or globs, {{in a: in b}}.")
+            olds, news = expand(old), expand(new)
+            if len(olds) == len(news):
+                self._rules += [([o], [n]) for o, n in zip(olds, news, strict=True)]
+            elif 1 in (len(olds), len(news)):
+                self._rules.append((olds, news))
             else:
-                row = replace(row, problem=f"{lacks}second")
-            rows += [(key, _with_own(row, x, alone.get(path), rtol, atol))]
-    known = {*partners.values()}
-    for key, parts in found.items():
-        lacks = NOT_GIVEN if key.name in known else MISSING
-        rows += [(key, replace(_row(second, key, path, y), problem=f"{lacks}first"))
-                 for path, y in parts if (key, path) not in paired]  # fmt: skip
-    lonely = (
-        (r, "second" if r.problem.endswith("first") else "first") for _, r in rows if r.is_alone
-    )
-    unpaired = tuple(f"{replace(r, type='').label} ({side} only)" for r, side in lonely)
-    if saved:
-        objects = [(key.name + path, x) for side in (first, second)
-                   for key, parts in side.values.items()
-                   for path, x in parts if not isinstance(x, Tensor)]  # fmt: skip
-        unpaired += tuple(f"{at} ({type(x).__name__}: not in a file)" for at, x in objects)
-    left_out = _structure(first, second, partners) if loosely else set()
-    shown = (r for key, r in rows if (r.problem, key.name) not in left_out
-             and not (loosely and r.is_alone and key.what == "param_grad"))  # fmt: skip
-    return Comparison(tuple(shown), unpaired)
+                raise OptionError(
+                    f"{rule} has {len(olds)} names for {len(news)}. Give as many in both braces, "
+                    "or one name for a module with fused weights."
+                )
+            if any(n_wildcards(n) > n_wildcards(o) for o in olds for n in news):
+                raise OptionError(
+                    f"{rule} has more wildcards in the second: each stands for what the one in its "
+                    "place in the first matches."
+                )
+        self._rules.sort(key=lambda rule: n_wildcards(rule[0][0]))
+
+    def pair(self, name: str) -> Pair:
+        """Return the pair of the module `name`; itself in both if no rule fits.
+
+        A rule stands for all modules below the one that it names. If several rules fit, the one
+        that names the longest part of `name` counts, then the one with the fewest wildcards.
+
+        >>> names = Names({"h.*.{q,k}": "layer.*.{query,key}", "h.*.kv": "layer.*.{k,v}"})
+        >>> names.pair("h.3.q.bias").b, names.pair("h.0.kv").b, names.pair("head").b
+        (('layer.3.query.bias',), ('layer.0.k', 'layer.0.v'), ('head',))
+        """
+        keys = name.split(".") if name else []
+        for n in range(len(keys), -1, -1):
+            start, rest = ".".join(keys[:n]), keys[n:]
+            for olds, news in self._rules:
+                found = next(filter(None, (compile_glob(o).fullmatch(start) for o in olds)), None)
+                if found and not (rest and len(olds) + len(news) > 2):
+                    texts = [text or "" for text in found.groups()]
+                    a, b = (tuple(_filled(p, texts, rest) for p in part) for part in (olds, news))
+                    return Pair(a, b, "names=")
+        return Pair((name,), (name,), "name")
 
 
-def _counting(key: Key, parts: Parts, paths: Collection[str] | None, saved: bool) -> Parts:
-    """Those of `parts` that are at or in one of `paths`, all if it is None; `saved`: tensors."""
-    parts = [p for p in parts if isinstance(p[1], Tensor) or not saved]
-    if paths is None or key.what == "param_grad":
-        return parts
-    return [p for p in parts if any(p[0] == x or p[0].startswith((f"{x}.", f"{x}["))
-                                    for x in paths)]  # fmt: skip
+def n_wildcards(pattern: str) -> int:
+    """Return the number of wildcards in a glob without braces."""
+    return len(_WILDCARD.findall(pattern))
 
 
-def _row(side: Side, key: Key, path: str, x: Any) -> Row:
-    name, kind = key.name + path, side.types.get(key.name, "")
-    shape = tuple(x.shape) if isinstance(x, Tensor) and not x.is_nested else ()
-    return Row(name, name, kind, key.what, key.call, shape, path=path)
+def _filled(pattern: str, texts: list[str], rest: list[str]) -> str:
+    """Return the name that `pattern` stands for if its wildcards stand for `texts`."""
+    left = iter(texts)
+    name = _WILDCARD.sub(lambda _: next(left), pattern)
+    return ".".join(filter(None, [*name.split("."), *rest]))
 
 
-def _apart(row: Row, a: Any, b: Any, rtol: float | None, atol: float | None) -> Row:
-    """`row` with how far `b` is from `a`."""
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        kind = type(b if isinstance(a, Tensor) else a).__name__
-        problem = f"a {kind}, in which hookkit finds no tensor"
-        return row if _equal(a, b) else replace(row, problem=problem)
-    if a.is_nested or b.is_nested:
-        return replace(row, problem="a nested tensor, which is not compared")
-    a, b = dense(a), dense(b)
-    if a.shape != b.shape:
-        return replace(row, problem=f"{describe(b)} in the second")
-    if a.is_meta or b.is_meta:
-        return replace(row, problem="on meta, without values")
-    return replace(row, **difference(a, b, rtol, atol)._asdict())
+def names_of(pairs: list[Pair]) -> dict[str, str]:
+    """Return the names of the first model and of the second where they differ, for `names=`.
 
+    Names that differ by the same rule for each number are one entry.
 
-def _with_own(row: Row, a: Any, own: Any, rtol: float | None, atol: float | None) -> Row:
-    """`row` with how far what the second module gives alone is from `a`."""
-    known = [t for t in (a, own) if isinstance(t, Tensor) and not (t.is_meta or t.is_nested)]
-    if len(known) < 2:
-        return row
-    a, own = dense(a), dense(own)
-    if a.shape != own.shape:
-        return replace(row, own_rel=math.inf, own_different=a.numel())
-    apart = difference(a, own, rtol, atol)
-    return replace(row, own_rel=apart.rel_error, own_different=apart.n_different)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    try:
-        return bool(a == b)
-    except Exception:  # an object of the user's, such as an array of numpy
-        return False
-
-
-def _structure(first: Side, second: Side, partners: Mapping[str, str]) -> set[tuple[str, str]]:
-    """Modules that only one side has since it is built otherwise, with what a row says of them.
-
-    These are around compared modules, inside one that is compared with a layer, without parameters,
-    or outside of the module of the second that is compared with the whole first model.
+    >>> names_of([Pair((f"h.{i}.q",), (f"layer.{i}.query",), "weights") for i in range(3)])
+    {'h.*.q': 'layer.*.query'}
     """
-    ours, theirs = ({key.name for key in side.values} for side in (first, second))
-    both = {n: there for n in ours if (there := partners[n]) in theirs}
-    wholes = {n for n, there in both.items() if not any(_inside(m, there) for m in theirs)}
-    others = {there for n, there in both.items() if not any(_inside(m, n) for m in ours)}
+    globs = dict[str, set[str]]()
+    for pair in pairs:
+        a, b = braced(pair.a), braced(pair.b)
+        alike = _NUMBER.findall(a) == _NUMBER.findall(b)
+        globs.setdefault(_NUMBER.sub("*", a), set()).add(_NUMBER.sub("*", b) if alike else "")
+    names = dict[str, str]()
+    for as_glob in (True, False):
+        for pair in sorted(pairs, key=lambda pair: pair.a[0].count(".")):
+            a, b = braced(pair.a), braced(pair.b)
+            old = _NUMBER.sub("*", a)
+            if Names(names).pair(pair.a[0])[:2] == pair[:2]:
+                continue
+            if not as_glob:
+                names[a] = b
+            elif len(globs[old]) == 1 and "" not in globs[old]:
+                (names[old],) = globs[old]
+    return names
 
-    def explained(name: str, paired: Collection[str], layers: set[str], root: str) -> bool:
-        is_around = any(_inside(n, name) for n in paired)
-        return is_around or any(_inside(name, n) for n in layers) or not _inside(name, root)
 
-    return {
-        (f"{MISSING}second", n)
-        for n in ours - {*both}
-        if n in first.functions or explained(n, both, wholes, "")
-    } | {
-        (f"{MISSING}first", n)
-        for n in theirs - {*both.values()}
-        if n in second.functions or explained(n, both.values(), others, both.get("", ""))
-    }
+def braced(names: tuple[str, ...]) -> str:
+    """Return several names as one, as `expand` reads them.
+
+    >>> braced(("attn.q", "attn.k")), braced(("fc",))
+    ('attn.{q,k}', 'fc')
+    """
+    if len(names) == 1:
+        return names[0]
+    heads = {name.rpartition(".")[0] for name in names}
+    if len(heads) > 1 or "" in heads:
+        return "{" + ",".join(names) + "}"
+    return heads.pop() + ".{" + ",".join(name.rpartition(".")[2] for name in names) + "}"
 
 
-def _inside(name: str, around: str) -> bool:
-    return name != around and (not around or name.startswith(f"{around}."))
+def pair_modules(first: Side, second: Side, names: Names) -> list[Pair]:
+    """Return the pairs of the modules that ran, or that two files have.
+
+    What `names` says comes first, then equal names, if all layers with parameters have their equal.
+    Otherwise names may mean other things, and equal weights count before them; then layers of the
+    same size in the same place, in the order of execution; then what is around pairs.
+    """
+    found = _Pairing(first, second)
+    found.by_rules(names)
+    if first.saved or second.saved or found.all_named():
+        found.by_name(lambda x, y: True)
+        return [*found.pairs.values()]
+    if not ({""} & {*found.pairs, *found.taken}):
+        found.put(("",), ("",), "name")
+    found.by_weights()
+    found.by_fused_weights()
+    found.by_name(found.alike)
+    for _ in range(2):
+        found.by_order(with_neighbour=False)
+        found.by_order(with_neighbour=True)
+        found.by_what_is_around()
+    return list(dict.fromkeys(found.pairs.values()))
+
+
+class _Layers:
+    """Knows the modules of one side that ran, in the order of their first call.
+
+    Attributes:
+        ran: their names.
+        around: for each the names of the modules in whose forward it ran, the innermost first.
+        holders: the modules in whose forward another one ran.
+        params: for each its own parameters, without those of others that ran.
+        total: for each the signature of all matrices in it, for a layer without any of its vectors.
+    """
+
+    def __init__(self, side: Side, dtype: torch.dtype | None) -> None:
+        self.side, self.ran = side, side.ran()
+        self.at = {name: i for i, name in enumerate(self.ran)}
+        self.around = {n: [c.name for c in side.tree.around(Call(n))] for n in self.ran}
+        self.holders = {*chain(*self.around.values())}
+        modules = {n: side.modules[n] for n in self.ran if n in side.modules}
+        ids = {id(m) for m in modules.values()}
+        self.params = {n: [p for _, p in own_params(m, ids)] for n, m in modules.items()}
+        self._signatures, self._dtype = dict[int, Signature](), dtype
+
+    def signature(self, name: str) -> Signature:
+        """Return the signature of all matrices in a module, of a layer without any its vectors."""
+        module = self.side.modules[name]
+        chosen = {id(p): p for p in module.parameters() if p.ndim > 1}
+        if not chosen:
+            own = (p for p in self.params[name] if p.numel() > 1)
+            chosen = {id(p): p for p in own if bool((p != p.reshape(-1)[0]).any())}
+        for key, p in chosen.items():
+            if key not in self._signatures:
+                (self._signatures[key],) = signatures(p.reshape(1, -1), self._dtype)
+        return _sum(self._signatures[key] for key in chosen)
+
+    def sizes(self, name: str) -> str:
+        """Return the sizes of a module's own matrices, or those of its vectors if it has none."""
+        own = [p for p in self.params[name] if p.ndim > 1]
+        return str(sorted(p.numel() for p in own or self.params[name] if bool(p.any())))
+
+    def output(self, name: str) -> Parts:
+        return self.side.values[Key("output", Call(name))]
+
+
+class _Pairing:
+    """Finds the pairs of two sides, one rule after another; what is a pair is left alone."""
+
+    def __init__(self, first: Side, second: Side) -> None:
+        kinds = {float_dtype(s.modules[""]) for s in (first, second) if "" in s.modules} - {None}
+        low = min(kinds, key=lambda d: d.itemsize) if len(kinds) > 1 else None  # type: ignore[union-attr]
+        self.a, self.b = _Layers(first, low), _Layers(second, low)
+        self.pairs, self.taken = dict[str, Pair](), dict[str, Pair]()
+
+    def put(self, a: tuple[str, ...], b: tuple[str, ...], how: str) -> None:
+        pair = Pair(a, b, how)
+        self.pairs |= dict.fromkeys(a, pair)
+        self.taken |= dict.fromkeys(b, pair)
+
+    def left(self) -> tuple[list[str], list[str]]:
+        """Return the names on both sides that are in no pair."""
+        mine = [n for n in self.a.ran if n not in self.pairs]
+        return mine, [n for n in self.b.ran if n not in self.taken]
+
+    def by_rules(self, names: Names) -> None:
+        for name in self.left()[0]:
+            pair = names.pair(name)
+            known = {*pair.a} <= {*self.a.ran} and {*pair.b} <= {*self.b.ran}
+            if pair.how == "names=" and known and not self.taken.keys() & {*pair.b}:
+                self.put(*pair)
+
+    def all_named(self) -> bool:
+        """Return whether each layer with parameters that is left has its equal by name."""
+        mine, theirs = self.left()
+        with_params = {n for n in mine if self.a.params[n]} | {
+            n for n in theirs if self.b.params[n]
+        }
+        return with_params <= {*mine} & {*theirs}
+
+    def by_name(self, fits: Any) -> None:
+        mine, theirs = self.left()
+        for name in mine:
+            if name in theirs and fits(name, name):
+                self.put((name,), (name,), "name")
+
+    def alike(self, x: str, y: str) -> bool:
+        """Return whether two modules with the same name may be the same layer."""
+        leaf = x not in self.a.holders, y not in self.b.holders
+        kinds = self.a.side.types[x], self.b.side.types[y]
+        alike = self.a.sizes(x) == self.b.sizes(y) != "[]"
+        return (all(leaf) and alike) or kinds[0] == kinds[1]
+
+    def by_weights(self) -> None:
+        groups = dict[Signature, tuple[list[str], list[str]]]()
+        for i, names in enumerate(self.left()):
+            for n in names:
+                groups.setdefault((self.a, self.b)[i].signature(n), ([], []))[i].append(n)
+        groups.pop(_NOTHING, None)
+        for xs, ys in groups.values():
+            mine, theirs = _nested(self.a, xs), _nested(self.b, ys)
+            if len(mine) != len(theirs):  # tied weights that one of the two has in a function
+                mine, theirs = self._by_output(mine, theirs)
+            for p, q in zip(mine, theirs, strict=True):
+                self._match(p, q)
+
+    def _by_output(self, mine: list[Any], theirs: list[Any]) -> tuple[list[Any], list[Any]]:
+        found = []
+        for p in mine:
+            if q := next((q for q in theirs if self.fits(p[-1], q[-1])), None):
+                theirs.remove(q)
+                found.append((p, q))
+        return [p for p, _ in found], [q for _, q in found]
+
+    def _match(self, p: list[str], q: list[str]) -> None:
+        """Pair modules inside each other: the innermost, the outermost, then those between."""
+        for x in dict.fromkeys((p[-1], *p)):
+            ends = q[::-1] if x == p[-1] else q
+            fit = [y for y in ends if self.fits(x, y)]
+            leaf = x in self.a.holders
+            if fit:
+                y = next((y for y in fit if (y in self.b.holders) == leaf), fit[0])
+                q.remove(y)
+                self.put((x,), (y,), "weights")
+
+    def fits(self, x: str, y: str) -> bool:
+        """Return whether the two modules give tensors of the same size."""
+        return main_pair(self.a.output(x), self.b.output(y)) is not None
+
+    def by_fused_weights(self) -> None:
+        for one, other, swapped in ((self.a, self.b, False), (self.b, self.a, True)):
+            fused, parts = self.left()[::-1] if swapped else self.left()
+            fused = [n for n in fused if n not in one.holders]
+            groups = dict[str, list[str]]()
+            for n in parts:
+                if n not in other.holders and other.signature(n) != _NOTHING:
+                    groups.setdefault(other.around[n][0] if other.around[n] else "", []).append(n)
+            tuples = [c for g in groups.values() for k in (2, 3, 4) for c in combinations(g, k)]
+            sums = {_sum(map(other.signature, names)): names for names in tuples}
+            for n in fused:
+                if names := sums.pop(one.signature(n), None):
+                    a, b = (names, (n,)) if swapped else ((n,), names)
+                    self.put(a, b, "weights")
+
+    def by_order(self, with_neighbour: bool) -> None:
+        """Pair layers of the same sizes inside the same pair, if both sides have as many.
+
+        With `with_neighbour` those that also come after the same pair are counted apart.
+        """
+
+        def groups(layers: _Layers, names: list[str], pairs: dict[str, Pair]) -> dict[Any, Any]:
+            made = dict[Any, list[str]]()
+            for n in names:
+                if n not in layers.holders and layers.params[n]:
+                    home = next((pairs[m] for m in layers.around[n] if m in pairs), None)
+                    before = [pairs[m] for m in layers.ran[: layers.at[n]] if m in pairs]
+                    near = before[-1:] if with_neighbour else []
+                    made.setdefault((home, layers.sizes(n), *near), []).append(n)
+            return made
+
+        mine, theirs = self.left()
+        there = groups(self.b, theirs, self.taken)
+        for key, xs in groups(self.a, mine, self.pairs).items():
+            if len(xs) == len(ys := there.get(key, [])):
+                for x, y in zip(xs, ys, strict=True):
+                    self.put((x,), (y,), "order")
+
+    def by_what_is_around(self) -> None:
+        def groups(layers: _Layers, names: list[str], pairs: dict[str, Pair]) -> dict[Any, Any]:
+            inside = dict[str, set[Pair]]()
+            for n, pair in pairs.items():
+                for outer in layers.around.get(n, ()) if n not in layers.holders else ():
+                    inside.setdefault(outer, set()).add(pair)
+            made = dict[Any, list[str]]()
+            for n in names:
+                if n in inside:
+                    made.setdefault(frozenset(inside[n]), []).append(n)
+            return made
+
+        mine, theirs = self.left()
+        there = groups(self.b, theirs, self.taken)
+        for key, xs in groups(self.a, mine, self.pairs).items():
+            if len(xs) == len(ys := there.get(key, [])):
+                for x, y in zip(xs, ys, strict=True):
+                    self.put((x,), (y,), "around")
+
+
+def _nested(layers: _Layers, names: list[str]) -> list[list[str]]:
+    """Return `names` in lists of those inside each other, the outermost first."""
+    chains = list[list[str]]()
+    for n in names:
+        home = next((c for c in chains if c[-1] in layers.around[n]), None)
+        if home is None:
+            chains.append([n])
+        else:
+            home.append(n)
+    return sorted(chains, key=lambda c: layers.at[c[-1]])
+
+
+def main_pair(xs: Parts, ys: Parts) -> tuple[tuple[str, Tensor], tuple[str, Tensor]] | None:
+    """Return the first two tensors of the same size: of floating point, or of whole numbers.
+
+    They are what is meant where two modules take or give other structures.
+    """
+    for floats in (True, False):
+        mine, theirs = (
+            [(p, t) for p, t in parts if isinstance(t, Tensor) and not t.is_nested
+             and (t.is_floating_point() or t.is_complex()) == floats] for parts in (xs, ys)
+        )  # fmt: skip
+        for x, y in ((x, y) for x in mine for y in theirs):
+            if x[1].numel() == y[1].numel():
+                return x, y
+        if mine and theirs:
+            return None
+    return None
+
+
+def signatures(rows: Tensor, dtype: torch.dtype | None) -> list[Signature]:
+    """Return for each row a number that is the same for the same values in any order."""
+    rows = dense(rows)
+    rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
+    if rows.is_floating_point():
+        rows = rows.float() if rows.element_size() == 1 else rows.to(dtype or rows.dtype)
+        rows = (rows + 0.0).contiguous()  # -0.0 is 0.0
+        rows = rows.view(_BITS[rows.element_size()])
+    bits = rows.to(torch.int64 if rows.element_size() == 8 else torch.int32)
+    sums = (
+        bits.sum(1, dtype=torch.int64),
+        (bits * bits + (bits >> 7) * bits).sum(1, dtype=torch.int64),
+    )
+    return [*zip(*(s.tolist() for s in sums), strict=True)]
+
+
+def _sum(parts: Any) -> Signature:
+    one, two = 0, 0
+    for x, y in parts:
+        one, two = (one + x) % 2**64, (two + y) % 2**64
+    return one, two
+
+
+def feature_order(first: Side, second: Side, pair: Pair) -> Tensor | None:
+    """Return for each feature that `pair.a` give its place in what `pair.b` give.
+
+    It is read from the rows of their weights: a port may have the rows of a matrix in another
+    order, as for rotary embeddings. None if the order is the same, or cannot be read.
+    """
+    for x, y in product(_rows(first, pair.a), _rows(second, pair.b)):
+        if len(x) == len(y):
+            low = min(x.dtype, y.dtype, key=lambda d: d.itemsize)
+            places = {s: i for i, s in enumerate(signatures(y, low))}
+            found = [places.get(s, -1) for s in signatures(x, low)]
+            if sorted(found) == [*range(len(x))]:
+                return None if found == sorted(found) else torch.tensor(found)
+    return None
+
+
+def _rows(side: Side, names: tuple[str, ...]) -> Iterator[Tensor]:
+    """Yield the weights of `names` as matrices with a row for each feature that they give."""
+    for axis in (0, 1):
+        parts = []
+        for name in names:
+            own = [
+                p for _, p in side.modules[name].named_parameters(recurse=False) if p.numel() > 1
+            ]
+            weights = [p.detach() for p in own if p.ndim > 1] or [p.detach() for p in own][:1]
+            if len(weights) == 1 and weights[0].ndim > axis:
+                parts.append(weights[0].movedim(axis, 0).reshape(weights[0].shape[axis], -1))
+        if len(parts) == len(names) and len({p.shape[1] for p in parts}) == 1:
+            yield torch.cat(parts)

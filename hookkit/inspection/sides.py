@@ -1,16 +1,14 @@
-"""One side of a comparison: what the modules of a model gave in a run, or what a file has of one.
+"""One side of a comparison: what a model's modules were given and gave, or what a file has of them.
 
-Builds on `hooks` and `preserve_state`.
+Builds on `first_difference` and `preserve_state`.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,131 +18,112 @@ from torch.autograd.graph import get_gradient_edge
 
 from hookkit._core.messages import missing_extra
 from hookkit._core.modules import join, submodules
-from hookkit._core.pytree import Inputs, Parts, describe, tree_leaves, tree_leaves_of_objects
+from hookkit._core.pytree import (
+    Inputs,
+    Parts,
+    describe,
+    tree_leaves,
+    tree_leaves_of_objects,
+    tree_leaves_with_path,
+    tree_map,
+)
 from hookkit.errors import ArgumentError, HookError, OptionError
-from hookkit.hooks.attach import Switch, attach
-from hookkit.hooks.calls import recomputing
 from hookkit.hooks.values import is_transforming, snapshot
+from hookkit.inspection.first_difference import Call, CallTree
 from hookkit.inspection.preserve import preserve_state, real_inputs
 
 WHO = "compare_models"
-Alone = Callable[[str, Inputs], tuple[Parts, str]]
-"""Gives what the second side's module has for a call, by the name on the first; and a note."""
 
 
 class Key(NamedTuple):
-    """One value of a run: an output or a gradient, of one call of one module."""
+    """Names one value of a run: `what` is "input", "output", "grad" or "param_grad"."""
 
-    name: str
     what: str
-    call: int
+    call: Call
 
 
 @dataclass
 class Side:
-    """What the modules of one side gave, in the order in which they finished.
+    """Holds what the modules of one side were given and gave.
 
     Attributes:
-        values: the tensors of each call, and gradients.
-        types: the modules' classes by name, `""` where they are not known.
-        paths: the modules of whose results only some paths count, with these.
-        functions: the modules without parameters, which another model may have as functions.
-        own: for each call, what the second side's module gave for the same inputs, and a note.
-        saved: whether it is from a file, which has tensors only.
-        last: whether it has only the last call of each module.
+        modules: the recorded modules by name; none if the side is a file.
+        types: their classes by name, `""` where a file does not say them.
+        paths: for a module of whose results only some parts are meant, the paths of these parts.
+        values: the tensors of each call, in the order in which the calls returned.
+        tree: the calls of the run; empty if the side is a file.
+        saved: True if the side is a file, which has outputs only.
+        last: True if it has only the last call of each module.
     """
 
-    values: dict[Key, Parts] = field(default_factory=dict)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
     types: dict[str, str] = field(default_factory=dict)
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    functions: set[str] = field(default_factory=set)
-    own: dict[Key, tuple[Parts, str]] = field(default_factory=dict)
+    values: dict[Key, Parts] = field(default_factory=dict)
+    tree: CallTree = field(default_factory=CallTree)
     saved: bool = False
     last: bool = False
 
-    def last_calls(self) -> Side:
-        """The same with the last call of each module alone, as its first."""
-        values = dict[Key, Parts]()
-        for key, parts in self.values.items():
-            key = key._replace(call=0)
-            values.pop(key, None)
-            values[key] = parts
-        return replace(self, values=values)
+    def ran(self) -> list[str]:
+        """Return the names of the modules that gave something, in the order of their first call."""
+        gave = dict.fromkeys(key.call.name for key in self.values if key.what == "output")
+        begun = dict.fromkeys(call.name for call in self.tree.begun)
+        return [name for name in (begun or gave) if name in gave]
+
+    def keep_last_calls(self) -> None:
+        """Keep the output of the last call of each module alone, as that of its first call."""
+        every, self.values = self.values, {}
+        for key, parts in every.items():
+            if key.what == "output":
+                key = Key("output", Call(key.call.name))
+                self.values.pop(key, None)
+                self.values[key] = parts
 
 
-def copied_parts(parts: Parts) -> Parts:
-    """`parts` with snapshots of the tensors, which no later operation in place changes."""
+def run(model: nn.Module, side: Side, inputs: Inputs, loss: Callable[[Any], Any] | None) -> None:
+    """Run `model` once, and add to `side` what its modules are given and give.
+
+    The model, the random states and the inputs are as before afterwards.
+
+    Args:
+        model: as the user calls it; compiled parts run eagerly.
+        side: its `modules` are recorded.
+        inputs: for the model.
+        loss: gives the number that is differentiated from the output; None for no gradients.
+    """
+    edges = dict[Call, list[tuple[str, Any]]]()  # of the outputs that have a gradient
+
+    def before(call: Call, _m: nn.Module, args: Any, kwargs: Any) -> None:
+        parts = tree_leaves_with_path(Inputs(args, kwargs))
+        side.values[Key("input", call)] = _copied(parts)
+
+    def after(call: Call, _m: nn.Module, out: Any) -> None:
+        parts = tree_leaves_of_objects(out)
+        side.values[Key("output", call)] = _copied(parts)
+        for path, t in parts if loss else ():
+            if isinstance(t, Tensor) and t.requires_grad:
+                edges.setdefault(call, []).append((path, get_gradient_edge(t)))
+
+    side.types |= {name: type(m).__name__ for name, m in side.modules.items()}
+    with ExitStack() as undo:
+        undo.enter_context(preserve_state(model))
+        undo.enter_context(torch.set_grad_enabled(loss is not None))
+        for handle in side.tree.follow(side.modules, before, after):
+            undo.callback(handle.remove)
+        copied = real_inputs(inputs)
+        out = model(*copied, **copied.kwargs)
+        if loss is not None:
+            _differentiate(_number(loss(out)), edges, side)
+
+
+def _copied(parts: Parts) -> Parts:
+    """Return `parts` with snapshots of the tensors, which no later write in place changes."""
     if is_transforming():
         raise HookError(
             f"{WHO}: a layer is called inside a transform of torch.func (vmap, grad), which ends "
             "before its tensors can be compared. Leave it out: modules= names the others."
         )
     return [(p, snapshot(t.detach()) if isinstance(t, Tensor) else t) for p, t in parts]
-
-
-def run(
-    model: nn.Module,
-    modules: dict[str, nn.Module],
-    inputs: Inputs,
-    into: Side,
-    loss: Callable[[Any], Any] | None = None,
-    alone: Alone | None = None,
-) -> None:
-    """Runs `model` once and adds to `into` what its modules give.
-
-    The model, its random states and the inputs are as before afterwards.
-
-    Args:
-        model: as the user calls it; compiled parts run eagerly.
-        modules: those of it that are recorded, by name.
-        inputs: for the model.
-        into: where values are added, in the order in which modules finish.
-        loss: gives what is differentiated from the output; None for no gradients.
-        alone: called as a module begins with its name and inputs, for `Side.own`.
-    """
-    switch, calls = Switch(), Counter[str]()
-    begun: list[tuple[str, tuple[Parts, str]]] = []  # the innermost call last
-    edges = dict[Key, list[tuple[str, Any]]]()  # of the outputs that have a gradient
-
-    def begin(name: str, _m: nn.Module, args: Any, kwargs: Any) -> None:
-        if alone is None or recomputing():
-            return
-        switch.on = False  # the second model may have the same modules
-        try:
-            begun.append((name, alone(name, Inputs(args, kwargs))))
-        finally:
-            switch.on = True
-
-    def end(name: str, _m: nn.Module, _args: Any, _kwargs: Any, out: Any) -> None:
-        if recomputing():  # a checkpoint's second run
-            return
-        key = Key(name, "output", calls[name])
-        calls[name] += 1
-        while begun:
-            began, own = begun.pop()
-            if began == name:  # else the model has caught an exception of the call that began
-                into.own[key] = own
-                break
-        parts = tree_leaves_of_objects(out)
-        into.values[key] = copied_parts(parts)
-        for path, t in parts if loss else ():
-            if isinstance(t, Tensor) and t.requires_grad:
-                edges.setdefault(key._replace(what="grad"), []).append((path, get_gradient_edge(t)))
-
-    into.types |= {name: type(m).__name__ for name, m in modules.items()}
-    into.functions |= {n for n, m in modules.items() if next(m.parameters(), None) is None}
-    with ExitStack() as undo:
-        undo.enter_context(preserve_state(model))
-        undo.enter_context(torch.set_grad_enabled(loss is not None))
-        for name, m in modules.items():
-            if alone is not None:
-                begins = attach(m, partial(begin, name), pre=True, switch=switch)
-                undo.callback(begins.remove)
-            undo.callback(attach(m, partial(end, name), switch=switch).remove)
-        copied = real_inputs(inputs)
-        out = model(*copied, **copied.kwargs)
-        if loss is not None:
-            _differentiate(_number(loss(out)), modules, edges, into)
 
 
 def _number(loss: Any) -> Tensor:
@@ -156,34 +135,45 @@ def _number(loss: Any) -> Tensor:
     )
 
 
-def _differentiate(
-    loss: Tensor, modules: dict[str, nn.Module], edges: dict[Key, list[tuple[str, Any]]], into: Side
-) -> None:
-    """Adds the gradients of the outputs, the last one first, and of the modules' parameters."""
-    wanted = [(key, path, edge) for key in reversed(edges) for path, edge in edges[key]]
-    compared = {id(m) for m in modules.values()}
-    wanted += [(Key(name, "param_grad", 0), f".{k}" if name else k, p)
-               for name, m in modules.items()
-               for k, p in _params_of(m, compared) if p.requires_grad]  # fmt: skip
-    if not wanted:  # nothing that is compared has a gradient
+def _differentiate(loss: Tensor, edges: dict[Call, list[tuple[str, Any]]], side: Side) -> None:
+    """Add the gradients in the order of the backward: of each output, then of the parameters."""
+
+    def wanted() -> Iterator[tuple[Key, str, Any]]:
+        left = dict(side.modules)
+        compared = {id(m) for m in left.values()}
+        # a module's parameters follow its first call, whose backward runs last
+        for call in [*reversed(edges), *map(Call, side.modules)]:
+            for path, edge in edges.get(call, ()) if call.name in left else ():
+                yield Key("grad", call), path, edge
+            if call.n == 0 and (m := left.pop(call.name, None)) is not None:
+                for name, p in own_params(m, compared):
+                    if p.requires_grad:
+                        path = f".{name}" if call.name else name
+                        yield Key("param_grad", call), path, p
+
+    every = [*wanted()]
+    if not every:  # nothing that is compared has a gradient
         return
-    grads = torch.autograd.grad(loss, [x for *_, x in wanted], allow_unused=True)
-    for (key, path, _), grad in zip(wanted, grads, strict=True):
+    grads = torch.autograd.grad(loss, [x for *_, x in every], allow_unused=True)
+    for (key, path, _), grad in zip(every, grads, strict=True):
         if grad is not None:
-            into.values.setdefault(key, []).append((path, snapshot(grad)))
+            side.values.setdefault(key, []).append((path, snapshot(grad)))
 
 
-def _params_of(m: nn.Module, compared: set[int]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of `m` and of what is inside it, such as a ParameterList, but not compared."""
+def own_params(m: nn.Module, others: Collection[int]) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of `m` and of what it holds, but not of modules with an id in `others`.
+
+    So the parameters of a ParameterList inside `m` are among them.
+    """
     found = [*m.named_parameters(recurse=False)]
     for key, child in submodules(m).items():
-        if id(child) not in compared:
-            found += [(join(key, name), p) for name, p in _params_of(child, compared)]
+        if id(child) not in others:
+            found += [(join(key, name), p) for name, p in own_params(child, others)]
     return found
 
 
 def sum_of_outputs(out: Any) -> Tensor:
-    """The sum of all floating point tensors in what a model gave."""
+    """Return the sum of all floating point tensors in what a model gave."""
     parts = [t.sum() for t in tree_leaves(out) if t.is_floating_point() and t.requires_grad]
     if not parts:
         raise ArgumentError(
@@ -191,6 +181,34 @@ def sum_of_outputs(out: Any) -> Tensor:
             "with parameters that require one, or a loss."
         )
     return torch.stack([part.to(parts[0]) for part in parts]).sum()
+
+
+def float_dtype(m: nn.Module) -> torch.dtype | None:
+    """Return the dtype of the first floating point parameter of `m`; None if it has none."""
+    return next((p.dtype for p in m.parameters() if p.is_floating_point()), None)
+
+
+def fitted(inputs: Inputs, a: Any, b: nn.Module) -> Inputs:
+    """Return `inputs` on the device of `b`, and those of the dtype of `a` in the dtype of `b`.
+
+    The dtype is that of the first floating point parameter; `a` has none where it is a file. Finite
+    values stay finite: an attention mask holds the lowest value of its dtype.
+    """
+    new = next((p for p in b.parameters() if p.is_floating_point()), None)
+    if new is None:
+        return inputs
+    old = float_dtype(a) if isinstance(a, nn.Module) else None
+
+    def one(t: Tensor) -> Tensor:
+        if t.dtype != old:
+            return t.to(new.device)
+        most = torch.finfo(new.dtype).max
+        if most < torch.finfo(t.dtype).max:
+            t = torch.where(t.isfinite(), t.clamp(-most, most), t)
+        return t.to(new.device, new.dtype)
+
+    moved: Inputs = tree_map(one, inputs)
+    return moved
 
 
 def read(path: str | Path) -> Side:
@@ -223,16 +241,16 @@ def read(path: str | Path) -> Side:
         module = name.removesuffix(part)
         side.paths[module] = (*side.paths.get(module, ()), part)
         side.types[module] = about["types"][name]
-        key = Key(module, "output", call or 0)
+        key = Key("output", Call(module, call or 0))
         side.values.setdefault(key, []).append((part + inner, tensors[text]))
     side.values = {key: side.values[key] for key in _inside_out([*side.values])}
     return side
 
 
 def _inside_out(keys: list[Key]) -> list[Key]:
-    """`keys` in their order, but a container's after those of what is inside it."""
+    """Return `keys` in their order, but a container's after those of what is inside it."""
     last: dict[str, int] = {}
     for i, key in enumerate(keys):
-        parts = key.name.split(".") if key.name else []
+        parts = key.call.name.split(".") if key.call.name else []
         last |= {".".join(parts[:n]): i for n in range(len(parts) + 1)}
-    return sorted(keys, key=lambda key: (last[key.name], -len(key.name)))
+    return sorted(keys, key=lambda key: (last[key.call.name], -len(key.call.name)))
