@@ -248,7 +248,7 @@ def test_a_port_with_other_names_and_containers_is_paired() -> None:
     assert comparison.first is None
     assert comparison["4.1"][0].other_name == "blocks.0.1"
     assert comparison.not_judged == (
-        "stem Sequential: no layer of the first has its weights, its name or its place",
+        "stem Sequential: nothing in the first has its weights, name or place",
     )
     assert compare_models(model, Port().eval(), X, names=comparison.names).first is None
 

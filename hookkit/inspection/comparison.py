@@ -6,6 +6,7 @@ Builds on `first_difference`.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from hookkit.inspection.first_difference import Localisation
 MISSING, NOT_GIVEN = "no such layer in the ", "not given by the "  # "first" or "second"
 _WIDTH = 100  # columns
 _NEAR = 2  # rows shown on each side of the first
+_MOST = 6  # things shown that were not judged
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # a part of a name
 _HEAD = ("layer", "shape", "rel_error", "input_error", "sqnr_db", "max_abs_error", "n_different")
 
 
@@ -125,6 +128,8 @@ class Comparison(Localisation):
         """How many tensors were compared and where the difference begins, in one line."""
         n, n_differ, first = len(self.rows), len(self.different), self.first
         compared = f"{n} tensor{'s' * (n != 1)} compared"
+        if first is None and n_differ:
+            return f"{compared}, {n_differ} beyond the tolerance as errors add up, not the output"
         if first is None:
             return f"{compared}: no difference beyond the tolerance"
         much = f"{si(first.n_different)} of {si(math.prod(first.shape))} elements"
@@ -144,13 +149,12 @@ class Comparison(Localisation):
         how = Counter(r.paired for r in self.rows if r.what == "output" and r.paired)
         if how.keys() - {"name", "names="}:
             rest.append("Paired by " + ", ".join(f"{kind} {n}" for kind, n in how.most_common()))
-        if self.not_judged:
-            some = [escape_controls(text) for text in self.not_judged[:6]]
-            some += [f"and {len(self.not_judged) - 6} more (.not_judged)"] * (
-                len(self.not_judged) > 6
-            )
-            rest.append(f"Not judged: {', '.join(some)}")
-        return "\n".join([self.verdict, *marked, *wrap(rest, _WIDTH, ". ")])
+        lines = [self.verdict, *marked, *wrap(rest, _WIDTH, ". ")]
+        alike = Counter(_NUMBER.sub("*", escape_controls(text)) for text in self.not_judged)
+        lines += ["Not judged:"] * bool(alike)
+        lines += [f"  {text}" + f" ({n} times)" * (n > 1) for text, n in [*alike.items()][:_MOST]]
+        left = sum([*alike.values()][_MOST:])
+        return "\n".join([*lines, *[f"  and {left} more (.not_judged)"] * bool(left)])
 
     def _shown(self) -> Sequence[Row]:
         if self._first is None:

@@ -172,11 +172,11 @@ class RowMaker:
                 self.rows += [(None, replace(row, problem=f"{MISSING}{other}")) for row in rows]
                 continue
             module = side.modules.get(name)
-            why = f"no layer of the {other} has its weights, its name or its place"
+            why = f"nothing in the {other} has its weights, name or place"
             if self.strict or module is None:
                 why = f"{MISSING}{other}"
             elif next(module.parameters(), None) is None:
-                why = f"without parameters, and the {other} has none of this name"
+                why = "it has no parameters to be paired by"
             self.not_judged.append(f"{name or '(model)'} {side.types[name]}: {why}")
 
     # -- values ------------------------------------------------------------------------------------
@@ -270,17 +270,19 @@ class RowMaker:
             self._leave_out(cut[0])
             del errors[cut[0]]
 
+        begins = tree.first(self.inputs_differ, errors)
         differ = [i for i, (_, row) in enumerate(self.rows) if row.differs]
-        if not differ:
-            return None
-        at = differ[0]
-        place = self._why_no_maker(at)
-        if makers and not self.has_file:
-            at = next(i for i in differ if self.rows[i][0] == Key("output", makers[0]))
-            place = tree.place(makers[0], self.inputs_differ, judged)
-            begins = tree.first(self.inputs_differ, errors)
-            if begins is not None and begins in inside[makers[0]]:
-                place = f"where errors of its layers add up: {begins.name} is the first beyond"
+        if not (makers or self.has_file) and begins is not None and Call("") in judged:
+            # rounding adds up within the model, and what the model gives agrees
+            differ = [i for i in differ if self.rows[i][1].what != "output"]
+        if not makers or self.has_file:
+            return self._mark(differ[0], self._why_no_maker(differ[0])) if differ else None
+        at = next(i for i in differ if self.rows[i][0] == Key("output", makers[0]))
+        if begins in inside[makers[0]]:
+            return self._mark(at, f"as errors of its layers add up, from {begins.name} on")
+        return self._mark(at, tree.place(makers[0], self.inputs_differ, judged))
+
+    def _mark(self, at: int, place: str) -> int:
         key, row = self.rows[at]
         self.rows[at] = key, replace(row, place=place)
         return at

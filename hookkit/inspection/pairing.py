@@ -162,13 +162,14 @@ def pair_modules(first: Side, second: Side, names: Names) -> list[Pair]:
     found.by_fused_weights()
     found.by_name(found.alike)
     for _ in range(2):
-        found.by_order(with_neighbour=False)
-        found.by_order(with_neighbour=True)
+        found.by_order(layers_alone=True, after_same=False)
+        found.by_order(layers_alone=True, after_same=True)
         found.by_what_is_around()
+        found.by_order(layers_alone=False, after_same=False)
     return list(dict.fromkeys(found.pairs.values()))
 
 
-class _Layers:
+class _Modules:
     """Knows the modules of one side that ran, in the order of their first call.
 
     Attributes:
@@ -216,7 +217,7 @@ class _Pairing:
     def __init__(self, first: Side, second: Side) -> None:
         kinds = {float_dtype(s.modules[""]) for s in (first, second) if "" in s.modules} - {None}
         low = min(kinds, key=lambda d: d.itemsize) if len(kinds) > 1 else None  # type: ignore[union-attr]
-        self.a, self.b = _Layers(first, low), _Layers(second, low)
+        self.a, self.b = _Modules(first, low), _Modules(second, low)
         self.pairs, self.taken = dict[str, Pair](), dict[str, Pair]()
 
     def put(self, a: tuple[str, ...], b: tuple[str, ...], how: str) -> None:
@@ -308,34 +309,37 @@ class _Pairing:
                     a, b = (names, (n,)) if swapped else ((n,), names)
                     self.put(a, b, "weights")
 
-    def by_order(self, with_neighbour: bool) -> None:
-        """Pair layers of the same sizes inside the same pair, if both sides have as many.
+    def by_order(self, layers_alone: bool, after_same: bool) -> None:
+        """Pair what has parameters of the same sizes inside the same pair, if both have as many.
 
-        With `with_neighbour` those that also come after the same pair are counted apart.
+        Args:
+            layers_alone: only layers, by the sizes of their own parameters. Otherwise also modules
+                around layers without a partner, by the size of all that is in them.
+            after_same: those that come after the same pair are counted by themselves.
         """
 
-        def groups(layers: _Layers, names: list[str], pairs: dict[str, Pair]) -> dict[Any, Any]:
+        def groups(side: _Modules, names: list[str], pairs: dict[str, Pair]) -> dict[Any, Any]:
             made = dict[Any, list[str]]()
             for n in names:
-                if n not in layers.holders and layers.params[n]:
-                    home = next((pairs[m] for m in layers.around[n] if m in pairs), None)
-                    before = [pairs[m] for m in layers.ran[: layers.at[n]] if m in pairs]
-                    near = before[-1:] if with_neighbour else []
-                    made.setdefault((home, layers.sizes(n), *near), []).append(n)
+                homes = [pairs[m] for m in side.around[n] if m in pairs]
+                if layers_alone:
+                    counts, sizes = n not in side.holders, side.sizes(n)
+                else:
+                    counts = bool(side.around[n]) and side.around[n][0] in pairs
+                    sizes = str(sum(p.numel() for p in side.side.modules[n].parameters()))
+                if counts and sizes not in ("[]", "0"):
+                    before = [pairs[m] for m in side.ran[: side.at[n]] if m in pairs]
+                    near = before[-1:] if after_same else []
+                    made.setdefault((*homes[:1], sizes, *near), []).append(n)
             return made
 
-        mine, theirs = self.left()
-        there = groups(self.b, theirs, self.taken)
-        for key, xs in groups(self.a, mine, self.pairs).items():
-            if len(xs) == len(ys := there.get(key, [])):
-                for x, y in zip(xs, ys, strict=True):
-                    self.put((x,), (y,), "order")
+        self._zip(groups, "order")
 
     def by_what_is_around(self) -> None:
-        def groups(layers: _Layers, names: list[str], pairs: dict[str, Pair]) -> dict[Any, Any]:
+        def groups(side: _Modules, names: list[str], pairs: dict[str, Pair]) -> dict[Any, Any]:
             inside = dict[str, set[Pair]]()
             for n, pair in pairs.items():
-                for outer in layers.around.get(n, ()) if n not in layers.holders else ():
+                for outer in side.around.get(n, ()) if n not in side.holders else ():
                     inside.setdefault(outer, set()).add(pair)
             made = dict[Any, list[str]]()
             for n in names:
@@ -343,15 +347,19 @@ class _Pairing:
                     made.setdefault(frozenset(inside[n]), []).append(n)
             return made
 
+        self._zip(groups, "around")
+
+    def _zip(self, groups: Any, how: str) -> None:
+        """Pair the modules of the groups that have the same key and as many on both sides."""
         mine, theirs = self.left()
         there = groups(self.b, theirs, self.taken)
         for key, xs in groups(self.a, mine, self.pairs).items():
             if len(xs) == len(ys := there.get(key, [])):
                 for x, y in zip(xs, ys, strict=True):
-                    self.put((x,), (y,), "around")
+                    self.put((x,), (y,), how)
 
 
-def _nested(layers: _Layers, names: list[str]) -> list[list[str]]:
+def _nested(layers: _Modules, names: list[str]) -> list[list[str]]:
     """Return `names` in lists of those inside each other, the outermost first."""
     chains = list[list[str]]()
     for n in names:
