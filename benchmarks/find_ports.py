@@ -16,6 +16,7 @@ import importlib.util
 import logging
 import os
 import sys
+import time
 import types
 import warnings
 from collections.abc import Callable
@@ -398,11 +399,13 @@ TRIALS: dict[str, tuple[Any, list[tuple[str, Any, str]]]] = {
 
 
 def main(only: str = "") -> None:
-    n_right = n_all = 0
+    """Run the trials of the families with `only` in their name; print each, and a table of all."""
+    table = []
     for family, (make, faults) in TRIALS.items():
         if only not in family:
             continue
         a, port = make()
+        rights = []
         for name, wrong, expected in [("(no fault)", {}, None), *faults]:
             b = port(**wrong) if isinstance(wrong, dict) else copy.deepcopy(port())
             if not isinstance(wrong, dict):
@@ -410,15 +413,50 @@ def main(only: str = "") -> None:
             found = compare_models(a, b, IDS)
             first = found.first
             named = None if first is None else first.name.removesuffix(first.path)
-            right = named == expected
-            n_right, n_all = n_right + right, n_all + 1
-            text = "–" if first is None else f"{named or '(model)'} {first.place}".strip()
-            print(f"{family:11} {name:24} {'right' if right else 'WRONG':6} {text}", flush=True)
-            if not right or name == "(no fault)":
-                print(f"            {found.verdict[:300]}")
-                print(f"            names {found.names}\n            not judged {found.not_judged}")
-    print(f"{n_right} of {n_all} right")
+            rights.append(named == expected)
+            text = "nothing" if first is None else f"{named or '(model)'} {first.place}".strip()
+            print(
+                f"{family:11} {name:24} {'right' if rights[-1] else 'WRONG':6} {text}", flush=True
+            )
+            if name == "(no fault)":
+                paired = len({row.name.removesuffix(row.path) for row in found})
+                n = sum(1 for m in a.modules() if next(m.parameters(), None) is not None)
+        table.append(f"| {family} | {paired} of {n} | {'yes' if rights[0] else 'NO'} | "
+                     f"{sum(rights[1:])} of {len(rights) - 1} |")  # fmt: skip
+    print("\n".join(table))
+
+
+def cost() -> None:
+    """Print what a comparison of larger models costs, in forwards of both."""
+    width, ids = 512, torch.randint(1, V, (4, 256))
+    small = SMALL | {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 8}
+    a = randomised(hf.LlamaForCausalLM(hf.LlamaConfig(**small | {"max_position_embeddings": 512})))
+    tune = TUNE | {"embed_dim": width, "intermediate_dim": 4 * width, "num_layers": 8}
+    b = llama2(**tune | {"max_seq_len": 512})
+    b = loaded(b, cw.hf_to_tune(a.state_dict(), H, KV, width))
+
+    def seconds(run: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return sorted(times)[1]
+
+    with torch.no_grad():
+        forwards = seconds(lambda: (a(ids), b(ids)))
+    by_weights = seconds(lambda: compare_models(a, b, ids))
+    by_name = seconds(lambda: compare_models(a, a, ids))
+    names = compare_models(a, b, ids).names
+    given = seconds(lambda: compare_models(a, b, ids, names=names))
+    print(f"{sum(p.numel() for p in a.parameters()) / 1e6:.0f} M parameters, two forwards "
+          f"{forwards:.2f} s")  # fmt: skip
+    for how, t in (("by weights", by_weights), ("with names=", given), ("by name", by_name)):
+        print(f"compare_models {how}: {t / forwards:.1f} of them")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:] == ["--cost"]:
+        cost()
+    else:
+        main(*sys.argv[1:])

@@ -24,7 +24,6 @@ Two models side by side
     comparing        `compare_models`: runs two models, or reads what was saved of one.
     comparison       `Comparison` and its rows: text and a frame.
     pairing, sides   Which layers are compared; one of the two models.
-    isolating        A module of the second model called alone, on what the first one's received.
     differences      The tensors in a result, and how far two are apart.
 Inner outputs
     features         `feature_extractor`: inner outputs as an ordinary module.
