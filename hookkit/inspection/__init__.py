@@ -23,8 +23,9 @@ Which layer is first
 Two models side by side
     comparing        `compare_models`: runs two models, or reads what was saved of one.
     comparison       `Comparison` and its rows: text and a frame.
-    pairing, sides   Which layers are compared; one of the two models.
-    differences      The tensors in a result, and how far two are apart.
+    comparison_rows  The rows, from what two sides gave, and which is the first.
+    pairing, sides   Which modules belong together; what one of the two models gave.
+    differences      How far two tensors are apart, and in which layout.
 Inner outputs
     features         `feature_extractor`: inner outputs as an ordinary module.
     collecting       `collect`: what layers give for every sample of a loader.
