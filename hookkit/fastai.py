@@ -47,7 +47,7 @@ __all__ = [
 
 
 class ParameterModule(nn.Module):
-    """A bare parameter as a module, which is how `flatten_model` lists it; never called."""
+    """Holds a bare parameter as a module, for `flatten_model`; PyTorch never calls it."""
 
     def __init__(self, p: nn.Parameter) -> None:
         super().__init__()

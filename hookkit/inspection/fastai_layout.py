@@ -26,7 +26,7 @@ _RULE = 76 * "="  # fastai's width
 
 
 class SummaryText(str):
-    """A text that shows unquoted at the prompt, and as the rich table in a notebook.
+    """Show a text unquoted at the prompt, and as the rich table in a notebook.
 
     Attributes:
         summary: the `Summary` that it was drawn from.

@@ -23,8 +23,8 @@ from torch.utils.flop_counter import flop_registry
 
 MacFormula = Callable[..., int | None]  # of the operation's arguments; `out=` is its result
 
-# How the names of operations begin that do linear algebra for which there is no formula here. Of
-# `einsum`, `linear`, `matmul` and attention only nested tensors come here undivided.
+# Operations whose names begin so do linear algebra for which there is no formula here. `einsum`,
+# `linear`, `matmul` and attention are divided into others before, except for nested tensors.
 _UNKNOWN = (
     *("_addmm_activation", "_cdist", "_cslt_sparse_mm", "_ctc_loss", "_cudnn_attention"),
     *("_dyn_quant_matmul", "_euclidean_dist", "_fft_", "_foreach_mm", "_int_mm", "_linalg_"),
@@ -42,10 +42,10 @@ _OWN = ("aten", "prims", "prim", "_c10d_functional", "c10d", "profiler", "debugp
 
 @cache
 def formula_of(func: Any) -> MacFormula | None:
-    """The formula of an operation, also of its in-place form; None if it counts 0.
+    """Return the formula of an operation, also of its in-place form; None if it counts 0.
 
-    It is called with the operation's arguments and, as `out=`, its result, and gives None where the
-    multiply-accumulates cannot be counted.
+    The formula is called with the operation's arguments and, as `out=`, its result. It returns None
+    where the multiply-accumulates cannot be counted.
     """
     name = name_of(func)
     space, _, short = name.partition("::")
@@ -57,7 +57,7 @@ def formula_of(func: Any) -> MacFormula | None:
 
 
 def name_of(func: Any) -> str:
-    """The operation without its overload: `aten::mm`; one of higher order has no namespace."""
+    """Return the operation's name without its overload, `aten::mm`; higher order: no namespace."""
     # `_schema` is private, in torch 2.11 to 2.13; the public name has the overload in it. Operators
     # without it are counted by their full text, which has no formula.
     return func._schema.name if hasattr(func, "_schema") else str(func)
@@ -68,7 +68,7 @@ def _uncounted(*_: Any, **__: Any) -> None:
 
 
 def _of_dense(formula: MacFormula) -> MacFormula:
-    """`formula`, which holds for dense tensors only; None for others."""
+    """Return `formula`, made to return None for tensors that are not dense."""
 
     def dense(*args: Any, **kwargs: Any) -> int | None:
         if any(isinstance(x, Tensor) and x.layout is not torch.strided for x in args):
@@ -79,24 +79,24 @@ def _of_dense(formula: MacFormula) -> MacFormula:
 
 
 def _halved(flops: Callable[..., int]) -> MacFormula:
-    """One of torch's own formulas, which count a multiply-add as two."""
+    """Return one of torch's own formulas, halved: they count a multiply-add as two."""
     return lambda *args, out, **kwargs: int(flops(*args, **kwargs, out_val=out)) // 2
 
 
 def _second(formula: MacFormula) -> MacFormula:
-    """`formula` of an operation whose first argument is only added, such as `addmm`."""
+    """Return `formula` for an operation whose first argument is only added, such as `addmm`."""
     return lambda _added, *args, **kwargs: formula(*args, **kwargs)
 
 
 def _mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """`a @ b`, also of batches: each element of `a` times the columns of `b`."""
+    """Count `a @ b`, also of batches: each element of `a` meets all columns of `b`."""
     return int(a.numel() * b.shape[-1])
 
 
 def _grouped_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """`F.grouped_mm`, the experts of a mixture: each row is multiplied by the matrix of its group.
+    """Count `F.grouped_mm`, the experts of a mixture: each row meets the matrix of its group.
 
-    Only where `a` is a batch and `b` is not, the columns of `b` are divided among the groups.
+    If `a` is a batch and `b` is not, the columns of `b` are divided among the groups.
     """
     return _mm(a, b) // (a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1)
 
@@ -105,7 +105,7 @@ def _convolution(
     x: Tensor, w: Tensor, _bias: Any, _stride: Any, _pad: Any, _dilation: Any, transposed: bool,
     *_: Any, out: Tensor,
 ) -> int:  # fmt: skip
-    """Each output element, or each input element of a transposed one, meets one filter."""
+    """Count one filter for each output element; if transposed, for each input element."""
     return int((x if transposed else out).numel() * prod(w.shape[1:]))
 
 
@@ -114,22 +114,22 @@ def _matvec(a: Tensor, *_: Any, **__: Any) -> int:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    """Scores and their product with the values; all heads of the queries."""
+    """Count the scores and their product with the values, for all heads of the queries."""
     return int(prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
 
 
 def _mkldnn_rnn(x: Tensor, w_ih: Tensor, w_hh: Tensor, *_: Any, **__: Any) -> int:
-    """One layer in one direction; `x` is (steps, batch, features)."""
+    """Count one layer in one direction; `x` is (steps, batch, features)."""
     return prod(x.shape[:-1]) * (w_ih.numel() + w_hh.numel())
 
 
 def _cudnn_rnn(x: Tensor, weight: list[Tensor], *_: Any, **__: Any) -> int:
-    """All layers; `x` is (steps, batch, features), or (tokens, features) when packed."""
+    """Count all layers; `x` is (steps, batch, features), or (tokens, features) when packed."""
     return prod(x.shape[:-1]) * sum(w.numel() for w in weight if w.dim() == 2)
 
 
 _FORMULAS: dict[str, MacFormula] = {
-    # What FlopCounterMode uses; its keys are operations.
+    # The formulas of FlopCounterMode; its keys are operations.
     **{str(op).replace(".", "::", 1): _halved(f) for op, f in flop_registry.items()},
     "aten::mm": _mm,
     "aten::bmm": _mm,

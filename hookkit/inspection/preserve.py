@@ -171,7 +171,7 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Base of what sees every operation of a run."""
+    """Serves as the base of modes that see every operation of a run."""
 
     supports_higher_order_operators = True  # else torch raises for flex attention
 

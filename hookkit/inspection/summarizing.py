@@ -44,7 +44,7 @@ def summary(
     model_kwargs: Mapping[str, Any] | None = None,
     **kwargs: ModelInput,
 ) -> Summary:
-    """Parameters, output shapes, compute and memory of `model`, which stays as it is.
+    """Return parameters, output shapes, compute and memory of `model`, which stays as it is.
 
     One forward of the model itself is run and everything put back: modes, parameters, buffers,
     hooks, random states, and attributes with the containers and objects in them; globals, closures,
@@ -89,7 +89,7 @@ def summary(
 
 
 def _checked(model: Any, opt: Any, fold: Any, depth: Any, columns: Any) -> dict[str, Any]:
-    """The view, all arguments checked."""
+    """Check all arguments of `summary`; return the view."""
     if not isinstance(model, nn.Module):
         holds = isinstance(getattr(model, "model", None), nn.Module)
         hint = "It holds a model: use learn.summary(), or summary(learn.model, x)." if holds else ""
@@ -105,7 +105,7 @@ def _checked(model: Any, opt: Any, fold: Any, depth: Any, columns: Any) -> dict[
 
 
 def _sized(tree: Tree, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`(3, 224, 224)` as one float image batch of that size; other arguments as they are."""
+    """Return `(3, 224, 224)` as a float batch of one of that size; other arguments unchanged."""
     size = args[0] if len(args) == 1 else None
     if not isinstance(size, tuple) or not size or not all(type(n) is int for n in size):
         return args
@@ -195,13 +195,13 @@ def _warnings(tree: Tree, trace: Trace, opt: Optimizer | None) -> Iterator[str]:
 
 
 def _some(names: Sequence[str], n: int = 4) -> str:
-    """The first `n` names and how many more there are."""
+    """List the first `n` names, and say how many more there are."""
     more = f" and {len(names) - n} more" if len(names) > n else ""
     return ", ".join(names[:n]) + more
 
 
 def _count(names: Sequence[str], what: str) -> str:
-    """How many, in words that agree: `1 trainable parameter is`, `2 trainable parameters are`."""
+    """Say how many: `1 trainable parameter is`, `2 trainable parameters are`."""
     return f"{len(names)} {what} is" if len(names) == 1 else f"{len(names)} {what}s are"
 
 

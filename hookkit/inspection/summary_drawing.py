@@ -1,7 +1,7 @@
-"""A summary drawn: equal siblings folded into one line, as text or as HTML that folds.
+"""Draws a `Summary` as text, or as HTML that folds; equal siblings share a line.
 
-Builds on `rows`; `result.Summary` is what is drawn. A line may stand for several rows, and shows
-the numbers of one: with its folds, all lines add up to the summary, whatever is folded or cut.
+Builds on `summary_rows`. A line may stand for several rows, and shows the numbers of one: times its
+fold, all lines add up to the totals, whatever is folded or cut.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ _OPEN_ROWS = 24  # containers in HTML start open, level by level, until so many 
 
 @dataclass
 class Line:
-    """One line of a drawing: a row, or equal siblings as their first, with the lines below it.
+    """Describe a line of a drawing: a row, or the first of equal siblings, with the lines below it.
 
     Attributes:
         label: the name below its parent, `0..11` for folded siblings.
         fold: how many siblings are drawn as this one.
         shown: numbers of one of them: its own, or its total when it is closed.
         closed: the lines below it are not drawn.
-        looks: equal for lines that look alike, with all below them; `size` says how many those are.
+        looks: the same number for lines that look alike, with all lines below them.
+        size: how many lines these are.
     """
 
     row: Row
@@ -48,7 +49,7 @@ class Line:
 
 
 def tree(rows: tuple[Row, ...], fold: bool, depth: int | None) -> Line:
-    """The rows as a tree: equal neighbouring siblings folded into their first, cut at `depth`."""
+    """Return the rows as a tree: equal neighbouring siblings are folded, and it ends at `depth`."""
     root = Line(rows[0], rows[0].name)
     above, order = [root], [root]
     for row in rows[1:]:
@@ -70,7 +71,7 @@ def tree(rows: tuple[Row, ...], fold: bool, depth: int | None) -> Line:
 
 
 def walk(line: Line) -> Iterator[Line]:
-    """`line` and all lines below it, in the order drawn."""
+    """Yield `line` and all lines below it, in the order drawn."""
     stack = [line]
     while stack:
         at = stack.pop()
@@ -79,7 +80,7 @@ def walk(line: Line) -> Iterator[Line]:
 
 
 def _looks(line: Line) -> Any:
-    """What two subtrees must share to be drawn as one; names inside count, its own does not."""
+    """Return a value that is equal for lines to be folded: names inside count, its own does not."""
     row = line.row
     parent = row.name.rpartition(".")[0] + "."
     notes = tuple(note.replace(parent, "") if parent != "." else note for note in row.notes)
@@ -88,9 +89,9 @@ def _looks(line: Line) -> Any:
 
 
 def _folded(lines: list[Line]) -> list[Line]:
-    """Runs of equal, numbered lines as their first; where that saves one line only, as they are.
+    """Fold runs of equal, numbered siblings into the first, if that saves two lines or more.
 
-    Names that are not numbered (`q`, `k`, `v`) say something: they stay.
+    Siblings without numbers stay: their names (`q`, `k`, `v`) say something.
     """
     out: list[Line] = []
     runs: list[list[Line]] = []
@@ -116,7 +117,7 @@ def _folded(lines: list[Line]) -> list[Line]:
 
 
 def _train(line: Line) -> str:
-    """`✓` trainable, `frozen`, the trainable share, or nothing where there is nothing to train."""
+    """Write `✓` for trainable, `frozen`, or the trainable share; nothing without parameters."""
     n, trainable = line.shown.n_params, line.shown.n_trainable
     state = line.row.trainable
     if line.closed:
@@ -125,7 +126,7 @@ def _train(line: Line) -> str:
 
 
 def _number(write: Callable[[int], str], name: str) -> Callable[[Line], str]:
-    """Writes one of the numbers of `Totals`, nothing where it is 0."""
+    """Return a function that writes one of the numbers of `Totals`, and nothing for 0."""
     return lambda line: write(n) if (n := getattr(line.shown, name)) else ""
 
 
@@ -135,7 +136,7 @@ def _params(line: Line) -> str:
 
 
 def _outputs(line: Line) -> str:
-    """The outputs of all calls; three different ones at most."""
+    """Write the different outputs of all calls, three at most."""
     outputs = line.row.outputs
     return " | ".join(outputs[:3]) + " | …" * (len(outputs) > 3)
 
@@ -157,7 +158,7 @@ _SHORT = {"output": 12, "input": 12, "type": 8, "layer": 14}  # what texts are c
 
 
 def checked_columns(columns: Any, has_run: bool) -> tuple[str, ...]:
-    """The names of the columns to draw; None are the usual ones."""
+    """Return the names of the columns to draw, the usual ones if `columns` is None."""
     usual = ("type", "output", "params", "train", "macs", "saved")
     names = (columns,) if isinstance(columns, str) else columns
     names = tuple(names or (usual if has_run else ("type", "params", "train")))
@@ -172,7 +173,7 @@ def _cell(column: str, line: Line) -> str:
 
 
 def _notes(line: Line, s: Summary) -> list[str]:
-    """The notes on a line: what a fold sums up to, failures, ties, calls, unusual dtypes."""
+    """Return the notes on a line: the sums of a fold, ties, calls, unusual dtypes."""
     row, notes = line.row, list(line.row.notes)
     if line.fold > 1:
         sums = {"params": line.fold * row.total.n_params, "MACs": line.fold * row.total.macs}
@@ -192,7 +193,7 @@ def _notes(line: Line, s: Summary) -> list[str]:
 def as_text(
     s: Summary, columns: Any, fold: bool, depth: int | None, width: int | None = None
 ) -> str:
-    """The summary in `width` columns: outputs, types and names are cut if they do not fit."""
+    """Draw the summary in `width` columns; cut outputs, types and names that do not fit."""
     n = width or shutil.get_terminal_size((_WIDE, 24)).columns
     names, root = checked_columns(columns, s.run != "none"), tree(s.rows, fold, depth)
     # the model itself is a line if it has something to show: a share of its own, or a failure
@@ -231,7 +232,7 @@ def _label(line: Line, s: Summary) -> str:
 
 
 def as_html(s: Summary, columns: Any, fold: bool, depth: int | None) -> str:
-    """The summary as nested `<details>`; a closed container shows the totals of all inside it."""
+    """Draw the summary as nested `<details>`; containers show the totals of all inside them."""
     names, root = checked_columns(columns, s.run != "none"), tree(s.rows, fold, depth)
     opened, level, n = {id(root)}, root.inside, len(root.inside)
     while level:

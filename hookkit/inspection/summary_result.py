@@ -1,6 +1,6 @@
 """`Summary`: a model at a glance as plain numbers and text, with no reference to the model.
 
-Builds on `rows`; draws itself by `drawing`.
+Builds on `summary_rows`; draws itself by `summary_drawing`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Summary(Totals):
-    """A model at a glance. Prints as a table, folds in notebooks.
+    """Describe a model at a glance. Prints as a table, folds in notebooks.
 
     Iterating gives the rows in execution order; `s["layer1.0"]` finds one by name. The numbers
     `n_params`, `n_trainable`, `param_bytes`, `buffer_bytes`, `macs` and `saved_bytes` are the sums
@@ -104,11 +104,11 @@ class Summary(Totals):
         return {**plain, "totals": asdict(self.total)}
 
     def to_json(self, indent: int | None = None) -> str:
-        """`to_dict()` as JSON text."""
+        """Return `to_dict()` as JSON text."""
         return json.dumps(self.to_dict(), indent=indent, ensure_ascii=False)
 
     def to_df(self) -> DataFrame:
-        """The rows as a pandas DataFrame, one row each, indexed by name.
+        """Return the rows as a pandas DataFrame, indexed by name.
 
         Raises:
             MissingExtraError: pandas is not installed.
@@ -124,7 +124,7 @@ class Summary(Totals):
         depth: int | None = None,
         columns: Any = None,
     ) -> str:
-        """The table as text, at most `width` columns wide (that of the terminal by default).
+        """Draw the table as text, at most `width` characters wide (by default as the terminal is).
 
         Args:
             width: in characters; outputs, types, names and notes that do not fit are cut.
@@ -141,7 +141,7 @@ class Summary(Totals):
     def html(
         self, *, fold: bool | None = None, depth: int | None = None, columns: Any = None
     ) -> str:
-        """The table as one piece of HTML that folds; arguments as for `text`."""
+        """Draw the table as one piece of HTML that folds; arguments as for `text`."""
         return as_html(self, **self._viewed(fold, depth, columns))
 
     def _viewed(self, fold: bool | None, depth: int | None, columns: Any) -> dict[str, Any]:
@@ -157,13 +157,13 @@ class Summary(Totals):
         return self.html()
 
     def heading(self) -> str:
-        """The model's class, what went in, and what came out."""
+        """Return the model's class with its inputs and its output."""
         output = self.output or ("✗" if self.failed else "–")
         flow = f"   {self.inputs} → {output}" if self.run != "none" else ""
         return f"{self.rows[0].type}{flow}"
 
     def footer(self) -> list[list[str]]:
-        """The facts below the table, by line: totals, memory and how the numbers were found."""
+        """Return the facts below the table, by line: totals, memory, and how they were found."""
         held = f"{self.n_params:,} params, {nbytes(self.param_bytes)} {self.dtype}".rstrip()
         buffers = f"buffers {nbytes(self.buffer_bytes)}" if self.buffer_bytes else "no buffers"
         trainable = f"{self.n_trainable:,} trainable"
@@ -192,7 +192,7 @@ class Summary(Totals):
 
 
 def _optimizer_lines(opt: dict[str, Any]) -> list[list[str]]:
-    """One line for the optimizer and one for each of its parameter groups."""
+    """Return one line for the optimizer and one for each of its parameter groups."""
     state = opt["state_bytes"]
     about = "" if state is None else f"   state {nbytes(state)}{opt['state_from']}"
     out = [[f"Optimizer {opt['name']}{about}"]]

@@ -1,9 +1,9 @@
 """The rows of a summary: what each module owns, in the order of execution, counted once.
 
-Parameters count by identity and their bytes by storage, in the row that comes first; a bare
-parameter beside child modules is a row of its own, a parametrized module is one row with what its
-parametrizations hold. Each row holds what its module owns itself, so that every column adds up to
-the totals; what is below it too is in `row.total`.
+Parameters count by identity and their bytes by storage, in the row that comes first. A bare
+parameter beside child modules is a row of its own; a parametrized module is one row, with the
+tensors of its parametrizations. The numbers of a row are its module's own, so that every column
+adds up to the totals; `row.total` adds all rows below it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hookkit.inspection.tree import Place, Tree, dtype_name, numel, storage_of
 
 @dataclass(frozen=True)
 class Totals:
-    """Numbers of a module, or their sums over several; 0 where nothing ran.
+    """Hold the numbers of a module, or their sums over several; 0 where nothing ran.
 
     Attributes:
         n_params: distinct parameters, in elements.
@@ -51,7 +51,7 @@ def share(n: int, n_trainable: int) -> bool | float:
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Totals):
-    """One module, bare parameter, or further place of a shared module.
+    """Describe one module, bare parameter, or further place of a shared module.
 
     The numbers of `Totals` are its own share: parameters and memory count in the row that comes
     first, multiply-accumulates and saved bytes for the innermost module that was running.

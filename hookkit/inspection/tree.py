@@ -1,4 +1,4 @@
-"""A model read once: its places in order, its modules, and the tensors that each holds.
+"""`Tree`: a model read once: its places in order, its modules, and the tensors that each holds.
 
 Builds on `modules`. A trace, the rows of a summary and its warnings all need names, modules and
 parameters; they share one `Tree`, so that a model is walked once and a module has the same name
@@ -18,7 +18,7 @@ from hookkit._core.modules import calls_children, is_parametrization, join, subm
 
 @dataclass(eq=False)
 class Place:
-    """One place of a module in a model; a shared module has several.
+    """Describes one place of a module in a model; a shared module has several.
 
     Attributes:
         name: qualified, without wrappers; "" for the model itself.
@@ -43,24 +43,24 @@ class Place:
 
     @property
     def is_first(self) -> bool:
-        """True unless this is a further place of a shared module."""
+        """Whether this is the only or the first place of its module."""
         return self.name == self.first
 
 
 class Tree:
-    """The places, modules and tensors of `model`, its wrappers taken off.
+    """Lists the places, modules and tensors of `model`, without the wrappers around it.
 
     Attributes:
         model: the module inside the wrappers.
-        wrappers: those around it, outermost first.
+        wrappers: the wrappers around `model`, outermost first.
         root: the place of `model`.
         places: all places, parents first, in the order of definition.
-        firsts: those that hold something: each module's first.
+        firsts: the first place of each module, which holds its parameters and buffers.
         params: the distinct parameters, each with the first of its names.
         buffers: all buffers.
         tensors: the distinct parameters, and all buffers.
-        modules: every module once, also wrappers inside and parametrizations, but no scripted ones,
-            which have neither hooks nor attributes that Python could copy.
+        modules: every module once, also wrappers inside and parametrizations. Scripted modules are
+            not among them: they have neither hooks nor attributes that Python could copy.
         scripted: the scripted modules.
 
     Cost: one step per registered module; about 8 µs each.
@@ -96,7 +96,7 @@ class Tree:
         self.scripted = [m for m in every if isinstance(m, torch.jit.ScriptModule)]
 
     def _open(self, at: Place) -> list[nn.Module]:
-        """Reads what `at` holds; returns its modules that have no place of their own."""
+        """Fill `at` with what its module holds; return modules inside that get no place."""
         others: list[nn.Module] = []
         at.params = dict(at.module.named_parameters(recurse=False))
         at.buffers = list(at.module.buffers(recurse=False))
@@ -115,17 +115,17 @@ class Tree:
 
 
 def numel(p: Tensor) -> int:
-    """Elements of `p`; 0 for a lazy parameter, which has no shape yet."""
+    """Return the number of elements of `p`; 0 for a lazy parameter, which has no shape yet."""
     return 0 if nn.parameter.is_lazy(p) else int(p.numel())
 
 
 def dtype_name(t: Tensor) -> str:
-    """`float32` for `torch.float32`."""
+    """Return the name of the dtype of `t`, such as `float32`."""
     return str(t.dtype).removeprefix("torch.")
 
 
 def storage_of(t: Tensor) -> tuple[Any, int]:
-    """Identity and bytes of the memory behind `t`; views of one storage share both."""
+    """Return identity and bytes of the memory behind `t`; views of one storage share both."""
     try:
         storage = t.untyped_storage()
         # PyTorch keeps one Python object for each storage; its `data_ptr` is 0 for fake tensors

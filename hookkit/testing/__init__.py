@@ -26,7 +26,7 @@ def synth_dbunch(
     n_valid: int = 2,
     cuda: bool = False,
 ) -> DataLoaders:
-    """Batches of (x, a·x + b + noise), each (bs, 1) float32: `n_train` and `n_valid` of them.
+    """Make batches of (x, a·x + b + noise), both (bs, 1) float32: `n_train` and `n_valid` batches.
 
     >>> len(synth_dbunch().train)
     10
@@ -45,19 +45,19 @@ def synth_dbunch(
 
 
 class RegModel(nn.Module):
-    """`a·x + b` with two scalar parameters and no layer."""
+    """Computes `a·x + b` with two scalar parameters and no layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Parameter(torch.randn(1)), nn.Parameter(torch.randn(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, 1) → (n, 1)."""
+        """Return `a·x + b`, (n, 1), for `x`, (n, 1)."""
         return x * self.a + self.b
 
 
 def SGD(params: Any, lr: float, mom: float = 0.0, wd: float = 0.0) -> torch.optim.SGD:
-    """torch's SGD under fastai's names for its options."""
+    """Make torch's SGD under fastai's names for its options."""
     return torch.optim.SGD(params, lr=lr, momentum=mom, weight_decay=wd)
 
 
@@ -70,7 +70,7 @@ def synth_learner(
     model: nn.Module | None = None,
     **kwargs: Any,
 ) -> Learner:
-    """A Learner on `synth_dbunch`, ready to fit.
+    """Make a Learner on `synth_dbunch`, ready to fit.
 
     Args:
         n_trn: training batches.
@@ -89,7 +89,7 @@ def synth_learner(
 
 
 def mlp(*sizes: int, act_cls: type[nn.Module] = nn.ReLU) -> nn.Sequential:
-    """Linear layers of these sizes with an activation between them.
+    """Make linear layers of these sizes with an activation between them.
 
     >>> [type(m).__name__ for m in mlp(8, 16, 3)]
     ['Linear', 'ReLU', 'Linear']

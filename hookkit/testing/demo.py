@@ -27,7 +27,7 @@ from hookkit.training.data import DataLoaders
 
 
 def digits(seed: int = 42, batch_size: int = 64, device: str = "cpu") -> DataLoaders:
-    """The digits as (n, 1, 8, 8) float32 images in [0, 1]: 1,437 to train on, 360 to validate."""
+    """Load the digits, (n, 1, 8, 8) float32 in [0, 1], 1,437 to train on, 360 to validate."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -46,7 +46,7 @@ def digits(seed: int = 42, batch_size: int = 64, device: str = "cpu") -> DataLoa
 
 
 def conv_net(n_classes: int = 10) -> nn.Sequential:
-    """Three convolutions with batch norm and ReLU, and a linear head; takes (n, 1, 8, 8).
+    """Make three convolutions with batch norm and ReLU, and a linear head; takes (n, 1, 8, 8).
 
     >>> [name for name, _ in conv_net().named_children()][:4]
     ['conv1', 'norm1', 'act1', 'conv2']
@@ -62,12 +62,12 @@ def conv_net(n_classes: int = 10) -> nn.Sequential:
 
 
 def accuracy(pred: Tensor, y: Tensor) -> Tensor:
-    """The share of rows of `pred`, (n, classes), whose largest entry is at `y`, (n,)."""
+    """Return the share of rows of `pred`, (n, classes), whose largest entry is at `y`, (n,)."""
     return (pred.argmax(dim=-1) == y).float().mean()
 
 
 def train(epochs: int, seed: int, device: str) -> Learner:
-    """A Learner fitted for `epochs`, with activations, gradients and weights recorded."""
+    """Fit a Learner for `epochs`; record activations, gradients and weights."""
     torch.manual_seed(seed)
     recorders = [
         ActivationStats(with_hist=True, include_paramless=True, units=True),
@@ -87,7 +87,7 @@ def train(epochs: int, seed: int, device: str) -> Learner:
 
 
 def lines_of_last(record: Record, of: Sequence[str] = ("mean", "std", "near_zero")) -> list[str]:
-    """The last recorded step as lines: a heading, then three statistics of each layer."""
+    """Return the last recorded step as lines: a heading, then three statistics of each layer."""
     width = max(map(len, record.labels))
     lines = [" ".join([f"{'layer':{width}}", *(f"{name:>10}" for name in of)])]
     for row, name in enumerate(record.labels):
@@ -97,7 +97,7 @@ def lines_of_last(record: Record, of: Sequence[str] = ("mean", "std", "near_zero
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, print, draw; the exit code."""
+    """Train, print, draw; return the exit code."""
     p = argparse.ArgumentParser(
         prog="python -m hookkit.testing.demo", description=__doc__.splitlines()[0]
     )
