@@ -25,6 +25,7 @@ from types import (
     ModuleType,
 )
 from typing import Any
+from weakref import ProxyTypes
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ _VALUES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] =
     np.ndarray: (np.ndarray.copy, np.copyto),
 }
 # Not looked into: these hold no state, or lead to the whole program.
-_CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, FrameType)
+_CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, FrameType, *ProxyTypes)
 _LIBRARIES = ("torch", "builtins", "abc", "typing")  # their classes hold no state of a model
 _MOST_OBJECTS = 2_000  # that are compared: an attribute may lead to the whole program
 _MOST_BYTES = 2**28  # of an array that is copied
