@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from hooked import n_hooks
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -60,17 +61,15 @@ class Swapped(nn.Module):
         (nn.LSTM(20, 10, 2), 4 * (20 * 10 + 10) + 3 * 4 * (10 * 10 + 10), True),
         (nn.MultiheadAttention(8, 2), 4 * (8 * 8 + 8), True),
         (nn.LazyLinear(4), 0, False),
+        (nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(1, 1))), 2, True),
+        (nn.ParameterList([nn.Parameter(torch.ones(1))]), 1, True),
+        (nn.Sequential(nn.ReLU(), nn.Sequential()), 0, False),
     ],
 )
 def test_parameters_are_counted(module: nn.Module, n: int, trainable: bool) -> None:
     assert total_params(module) == (n, trainable)
+    assert has_params(module) == bool(n or list(module.parameters()))
     assert type(total_params(module)[1]) is bool
-
-
-def test_parameters_are_found_at_any_depth() -> None:
-    assert has_params(nn.Sequential(nn.Sequential(nn.ReLU(), nn.Linear(1, 1))))
-    assert has_params(nn.ParameterList([nn.Parameter(torch.ones(1))]))
-    assert not has_params(nn.Sequential(nn.ReLU(), nn.Sequential()))
 
 
 def test_flattening_keeps_order_lists_bare_parameters_and_shared_modules_once() -> None:
@@ -138,39 +137,18 @@ def test_a_model_that_ends_in_a_mode_of_its_own_keeps_it_and_all_else() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), nn.ReLU()).train()
     net[1].eval()
     before = {k: v.clone() for k, v in net.state_dict().items()}
-    modes, rng = [m.training for m in net.modules()], torch.get_rng_state()
+    modes, rng, seen = [m.training for m in net.modules()], torch.get_rng_state(), []
+    net.register_forward_hook(lambda m, i, o: seen.append(o.shape))
 
     for look in (dummy_eval, model_sizes, num_features_model):
         look(net, (16, 16))
+
+    assert seen == 3 * [(1, 4, 14, 14)]
 
     assert [m.training for m in net.modules()] == modes
     assert torch.equal(torch.get_rng_state(), rng)
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
     assert torch.is_grad_enabled()
-
-
-def test_modes_are_restored_after_an_error() -> None:
-    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 6)).train()
-
-    with pytest.raises(ModelRunError, match="Sequential cannot take a made-up input 1×3"):
-        dummy_eval(net)
-
-    assert all(m.training for m in net.modules())
-
-
-def test_hooks_see_the_made_up_input() -> None:
-    net, seen = nn.Linear(3, 4), []
-    handle = net.register_forward_hook(lambda m, i, o: seen.append(o.shape))
-
-    dummy_eval(net)
-    handle.remove()
-
-    assert seen == [(1, 4)]
-
-
-def test_sizes_of_three_conv_layers() -> None:
-    assert model_sizes(body(), (64, 64)) == [(1, 16, 64, 64), (1, 32, 32, 32), (1, 32, 32, 32)]
-    assert model_sizes(body(), 32)[-1] == (1, 32, 16, 16)
 
 
 def test_a_layer_that_is_shared_with_a_deeper_part_has_a_size() -> None:
@@ -186,34 +164,33 @@ def test_a_layer_that_is_shared_with_a_deeper_part_has_a_size() -> None:
     assert model_sizes(Net(), x=torch.ones(1, 1, 8, 8)) == [(1, 1, 4, 4), (1, 1, 2, 2)]
 
 
-def test_sizes_of_any_module_by_example() -> None:
+def test_sizes_are_those_of_the_children_of_any_module() -> None:
+    lstm = nn.Sequential(nn.LSTM(4, 5))
+
+    assert model_sizes(body(), 32) == [(1, 16, 32, 32), (1, 32, 16, 16), (1, 32, 16, 16)]
     assert model_sizes(Branches(), x=torch.randn(3, 4)) == [(3, 2), None, (3, 8)]
+    assert model_sizes(lstm, x=torch.randn(6, 2, 4)) == [((6, 2, 5), ((1, 2, 5), (1, 2, 5)))]
+    assert model_sizes(nn.Linear(5, 3)) == [torch.Size([1, 3])]
 
 
-def test_sizes_keep_structures() -> None:
-    sizes = model_sizes(nn.Sequential(nn.LSTM(4, 5)), x=torch.randn(6, 2, 4))
+def test_errors_are_the_models_own_on_an_example_and_leave_it_as_it_was() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 6)).train()
 
-    assert sizes == [((6, 2, 5), ((1, 2, 5), (1, 2, 5)))]
+    with pytest.raises(ModelRunError, match="Sequential cannot take a made-up input 1×3"):
+        model_sizes(net)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        dummy_eval(net, x=torch.ones(1, 3))
+    with pytest.raises(OptionError, match=r"both size= and x="):
+        dummy_eval(body(), (8, 8), x=torch.ones(1, 3, 8, 8))
+
+    assert all(m.training for m in net.modules())
+    assert n_hooks(net) == 0
 
 
 def test_features_of_a_sequence_come_last() -> None:
     net = nn.Sequential(nn.Conv2d(3, 12, 16, stride=16), nn.Flatten(2), Swapped())
 
     assert num_features_model(net) == 12
-
-
-def test_an_error_on_an_example_is_the_models_own() -> None:
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        model_sizes(Branches(), x=torch.randn(3, 5))
-
-
-def test_a_size_and_an_example_are_one_too_many() -> None:
-    with pytest.raises(OptionError, match=r"both size= and x="):
-        dummy_eval(body(), (8, 8), x=torch.ones(1, 3, 8, 8))
-
-
-def test_a_layer_without_children_gives_the_size_of_its_output() -> None:
-    assert model_sizes(nn.Linear(5, 3)) == [torch.Size([1, 3])]
 
 
 @pytest.mark.parametrize("f", [dummy_eval, model_sizes, num_features_model])
