@@ -1,6 +1,7 @@
 """What `collect` writes is what plain hooks see, whatever the loader gives."""
 
 import os
+import pickle
 import resource
 from collections import UserDict
 from contextlib import suppress
@@ -31,6 +32,7 @@ from hookkit.errors import (
     OptionError,
     SelectionError,
 )
+from hookkit.inspection.activations import Layer
 
 
 def net() -> nn.Sequential:
@@ -527,30 +529,50 @@ def acts(tmp_path: Path) -> Activations:
     return collect(net(), loader(23), ["0", "2"], tmp_path)
 
 
-def test_rows_are_a_tensor_that_is_mapped_and_whose_writes_stay_its_own(acts: Activations) -> None:
-    whole = net()[0](inputs(23)).detach()
+INDICES: list[Any] = [
+    0, -1, slice(None), slice(20, 50), slice(None, None, -3), [5, 1, 22, 5], np.array([0, 22]),
+    torch.tensor([[1, 2], [3, 4]]), [], torch.arange(23) % 2 == 0, torch.tensor(4),
+]  # fmt: skip
 
-    assert torch.equal(acts["0"][[5, 1, 22, 5]], whole[[5, 1, 22, 5]])
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_rows_are_read_by_any_index(index: Any, acts: Activations) -> None:
+    whole = net()[0](inputs(23)).detach().numpy()
+    as_numpy = index.numpy() if isinstance(index, Tensor) else index
+
+    np.testing.assert_array_equal(acts["0"][index].numpy(), whole[as_numpy])
+
+
+def test_what_is_read_is_a_copy(acts: Activations) -> None:
+    before = acts["0"][:]
     acts["0"][3:5].zero_()
+    acts["0"][[3]].zero_()
 
-    assert acts["0"][3:5].abs().sum() == 0
-    assert torch.equal(Activations(acts.path)["0"], whole)
-    assert repr(acts) == "Activations('0': 23×6 float32, '2': 23×3 float32)"
-
-
-def test_rows_are_read_by_a_data_loader(acts: Activations) -> None:
-    batches = list(DataLoader(acts["0"], batch_size=10))
-
-    assert [len(rows) for rows in batches] == [10, 10, 3]
-    assert torch.equal(torch.cat(batches), acts["0"])
+    assert torch.equal(acts["0"][:], before)
 
 
-def test_a_file_that_was_cut_is_an_error(acts: Activations) -> None:
-    file = acts.path / "layer0.npy"
-    file.write_bytes(file.read_bytes()[:-64])
+def test_a_layer_is_a_torch_dataset(acts: Activations) -> None:
+    whole, layer = acts["0"][:], acts["0"]
 
-    with pytest.raises(ValueError, match="mmap length is greater"):
-        Activations(acts.path)
+    batches = list(DataLoader(pickle.loads(pickle.dumps(layer)), batch_size=10))
+
+    assert torch.equal(torch.cat(batches), whole)
+    assert repr(layer) == "23×6 float32"
+    assert layer.ids is acts.ids
+
+
+def test_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:
+    with (file := tmp_path / "layer0.npy").open("wb") as out:
+        head = {"descr": "|u1", "fortran_order": False, "shape": (2**38, 4)}
+        np.lib.format.write_array_header_1_0(out, head)
+        try:
+            out.truncate(out.tell() + 2**40)
+        except OSError:
+            pytest.skip("this file system has no sparse files")
+
+    layer = Layer(file, torch.arange(3), [4], torch.uint8)
+
+    assert layer[[5, 2**37]].tolist() == [[0] * 4] * 2
 
 
 def test_a_folder_without_activations_is_said(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from numpy.lib import format as npy
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from hookkit._core.checks import check_path
 from hookkit._core.files import atomic_write
 from hookkit._core.messages import no_such
-from hookkit._core.pytree import describe
 from hookkit.errors import OptionError
 
 _INDEX = "activations.json"
@@ -108,12 +108,10 @@ class RowFiles:
             json.dump({"format": 7, "layers": layers}, file)
 
 
-class Activations(dict[str, Tensor]):
+class Activations(dict[str, "Layer"]):
     """Reads the activations in a folder that `collect` wrote: a dict from layer to its rows.
 
-    The rows of a layer are a tensor (n_rows, ...) on the CPU, in the loader's order, that is mapped
-    from its file: only rows that are read are loaded. To write into the tensor changes neither the
-    file nor another process. A slice shares its memory, so `clone` one before you pickle it.
+    Rows are in the order in which the loader gave them.
 
     Args:
         folder: the `out_dir` of `collect`.
@@ -131,8 +129,8 @@ class Activations(dict[str, Tensor]):
     >>> acts = collect(net, batches, ["0", "1"], tempfile.mkdtemp())
     >>> acts
     Activations('0': 20×3 float32, '1': 20×3 float32)
-    >>> acts["1"][[3, 5, 19]].shape, acts.ids[:3]
-    (torch.Size([3, 3]), tensor([0, 1, 2]))
+    >>> acts["1"].shape, acts["1"][[3, 5, 19]].shape, acts.ids[:3]
+    ((20, 3), torch.Size([3, 3]), tensor([0, 1, 2]))
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -150,24 +148,46 @@ class Activations(dict[str, Tensor]):
                 "again, with overwrite=True, or read them with numpy.load."
             )
         self.ids = torch.from_numpy(np.load(ids))
-        for i, (name, (row, dtype)) in enumerate(json.loads(text)["layers"].items()):
-            rows = _mapped(self.path / f"layer{i}.npy").view(getattr(torch, dtype))
-            self[name] = rows.view(len(self.ids), *row)
+        for i, (name, (shape, dtype)) in enumerate(json.loads(text)["layers"].items()):
+            file = self.path / f"layer{i}.npy"
+            self[name] = Layer(file, self.ids, shape, getattr(torch, dtype))
 
-    def __missing__(self, name: Any) -> Tensor:
+    def __missing__(self, name: Any) -> Layer:
         raise no_such(f"Activations: there is no layer {name!r}", name, self)
 
     def __repr__(self) -> str:
-        few = [
-            f"{name!r}: {describe(rows)} {str(rows.dtype).removeprefix('torch.')}"
-            for name, rows in [*self.items()][:3]
-        ]
+        few = [f"{name!r}: {layer}" for name, layer in [*self.items()][:3]]
         return f"Activations({', '.join(few)}{', …' if len(self) > 3 else ''})"
 
 
-def _mapped(file: Path) -> Tensor:
-    """Return the bytes of the array in a `.npy` file, mapped from it."""
-    array = np.load(file, mmap_mode="r")  # which checks that the file is whole
-    size = array.offset + array.nbytes
-    # numpy would keep the file open, and there may be more layers than files may be open
-    return torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)[array.offset :]
+class Layer(Dataset[Tensor]):
+    """Reads the rows of one layer: a torch Dataset that is indexed as a numpy array.
+
+    `layer[3]` is a row; `layer[10:20]`, `layer[[3, 1]]` and `layer[mask]` are new tensors of rows.
+    Only rows that are read are loaded.
+
+    Attributes:
+        ids: the rows' ids, see `Activations`.
+        shape: (n_rows, ...).
+        dtype: of torch.
+    """
+
+    def __init__(self, file: Path, ids: Tensor, row: list[int], dtype: torch.dtype) -> None:
+        self.file, self.ids, self.shape, self.dtype = file, ids, (len(ids), *row), dtype
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        # Mapped each time: there may be more layers than files may be open. Read-only: a tensor of
+        # torch.from_file is mapped for writing, which Linux refuses if the file exceeds the memory.
+        whole = np.load(self.file, mmap_mode="r")
+        found = whole[rows.numpy() if isinstance(rows, Tensor) else rows]
+        return torch.from_numpy(np.array(found)).view(self.dtype)
+
+    def __getitems__(self, rows: list[int]) -> list[Tensor]:
+        """Return the rows of a DataLoader's batch, read at once."""
+        return list(self[rows])
+
+    def __repr__(self) -> str:
+        return f"{'×'.join(map(str, self.shape))} {str(self.dtype).removeprefix('torch.')}"

@@ -80,7 +80,7 @@ def collect(
     >>> import tempfile
     >>> net, batches = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), [*torch.randn(10, 2, 4)]
     >>> collect(net, batches, nn.ReLU, tempfile.mkdtemp(), max_rows=15)["1"].shape
-    torch.Size([15, 3])
+    (15, 3)
     >>> from hookkit.inspection import Mean
     >>> collect(net, batches, "1", accumulate=Mean())["1"].mean.shape
     torch.Size([3])
