@@ -66,10 +66,10 @@ def stats() -> list[Any]:
     return [ActivationStats(units=True), ParamStats()]
 
 
-def test_it_looks_between_steps_and_what_is_recorded_is_the_same(always: list[int]) -> None:
+def test_it_looks_between_batches_and_what_is_recorded_is_the_same(always: list[int]) -> None:
     with_it, without = watched(*stats(), ShowHealth(1e-6), n=5), watched(*stats(), n=5)
 
-    assert always == [1, 2, 3, 4, 5]
+    assert always == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
     for a, b in zip(with_it.run_record().records, without.run_record().records, strict=True):
         for name, values in a.values.items():
             np.testing.assert_array_equal(values, b.values[name])
@@ -157,7 +157,7 @@ def test_a_notebook_shows_one_output_with_picture_and_findings(
 
     w = watched(*stats(), ShowHealth(1e-6), n=3, dead=True)
 
-    assert (len(made), len(shown)) == (1, 3)
+    assert (len(made), len(shown)) == (1, 7)
     html, text = shown[-1]
     assert html == f"<img alt=The run so far>{w.diagnose()._repr_html_()}"
     assert text == str(w.diagnose())

@@ -27,10 +27,10 @@ class ShowHealth(Callback):
     ParamStats the losses are all that is judged. `watch(…, show=True)` adds recorders. Of several
     processes the first one shows what it has recorded itself.
 
-    A look waits for the device. It takes place between two steps, and only if all looks so far have
-    taken less than 2 % of the time; in a notebook, where pictures are drawn, not before the 15th
-    second. The one at the end always takes place. If a look fails, a warning says why, nothing more
-    is shown, and the training goes on. What is recorded does not depend on it.
+    A look waits for the device. It takes place between two batches, and only if all looks so far
+    have taken less than 2 % of the time. The one at the end always takes place. If a look fails, a
+    warning says why, nothing more is shown, and the training goes on. What is recorded does not
+    depend on it.
 
     Args:
         every_s: seconds between two looks, at least.
@@ -54,7 +54,6 @@ class ShowHealth(Callback):
     _only_train_loop = True
     _output: Output | None = None
     _next = float("inf")  # when the next look is due, by the clock
-    _n_steps = 0  # as the last batch began
 
     def __init__(self, every_s: float = 5.0) -> None:
         what = "how many seconds there are between two looks, at least"
@@ -65,12 +64,11 @@ class ShowHealth(Callback):
         """Begin to look, on the first rank."""
         if ranks.rank() == 0:
             self._output = Output() if in_notebook() else None
-            self._next = time.perf_counter() + max(self.every_s, 15.0 if self._output else 0.0)
+            self._next = time.perf_counter() + self.every_s
 
     def before_batch(self) -> None:
-        """Look if it is time, and if a step was made since the last batch."""
-        n, self._n_steps = self._n_steps, self.learn.n_steps
-        if n < self._n_steps and time.perf_counter() >= self._next:
+        """Look if it is time."""
+        if time.perf_counter() >= self._next:
             self._look()
 
     def after_fit(self) -> None:
@@ -88,8 +86,7 @@ class ShowHealth(Callback):
             self._show(self.learn.run_record(), last)  # sync: by the clock, not by batch
         except Exception as error:
             self._next = float("inf")
-            text = f"ShowHealth shows nothing more: {error!r}. diagnose() reads what is recorded."
-            warn(text)
+            warn(f"ShowHealth shows nothing more: {error!r}. diagnose() reads what is recorded.")
             return
         now = time.perf_counter()
         self._next = now + max(self.every_s, 50 * (now - began))  # so looks take 2 % of the time
