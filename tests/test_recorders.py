@@ -290,30 +290,6 @@ def test_only_squashing_layers_saturate() -> None:
     assert saturated[2] == 0
 
 
-def relu_after(layer: Any, *shape: int) -> nn.Module:
-    """A ReLU on what `layer` makes of that shape; all its 16 channels but one are dead."""
-    with torch.no_grad():
-        layer.bias.fill_(-100.0)[0] = 4.0
-    parts = nn.Unflatten(1, shape), layer, nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)
-    return nn.Sequential(*parts)
-
-
-@pytest.mark.parametrize("include_paramless", [False, True])
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_the_channels_of_a_relu_are_those_of_the_layer_before_it_and_the_dead_ones_are_found(
-    channels_last: bool, include_paramless: bool
-) -> None:
-    conv = relu_after(nn.Conv1d(1, 16, 5), 1, 8)  # (batch, 16, 4)
-    model = relu_after(nn.Linear(2, 16), 2, 2, 2) if channels_last else conv
-    stats = ActivationStats(units=True, include_paramless=include_paramless)
-
-    opt = torch.optim.SGD(model.parameters(), lr=1e-4)
-    w = train(model, batches(60), stats, ParamStats(), opt=opt)
-
-    assert stats.dead_units("2" if include_paramless else "1") == list(range(1, 16))
-    assert "dead" in w.run_record().diagnose().rules
-
-
 # bins
 
 
