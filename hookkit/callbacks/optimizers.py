@@ -66,12 +66,12 @@ def ids_of(opts: Iterable[Any]) -> set[int]:
 
 
 def settings_of(opt: Any) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group: what it holds besides its parameters."""
+    """Return the settings of each parameter group: all that it holds besides its parameters."""
     return [{k: v for k, v in group.items() if k != "params"} for group in opt.param_groups]
 
 
 def restore_settings(opt: Any, settings: list[dict[str, Any]], but: Iterable[str] = ()) -> None:
-    """Put back what `settings_of` returned, but for the values of some keys."""
+    """Put the settings that `settings_of` returned back, except the values of the keys `but`."""
     for group, before in zip(opt.param_groups, settings, strict=False):
         for key in group.keys() - before.keys() - {"params"}:
             del group[key]  # the next schedule would begin with this one's `initial_lr`

@@ -2,10 +2,10 @@
 
 Outputs, inputs, gradients      edit_output(s), edit_input(s), edit_grad(s)
 What functions return           edit_function; of attention, edit_attention
-… to what                       zero, scale, add, replace, patch_from
+Ready-made edits                zero, scale, add, replace, patch_from
 Other modules in its place      swap, Wrapper, Catcher, GramWrapper
 
-edit      The functions that edit: hooks that replace what they see.
+edit      The functions that edit: hooks that replace the values they see.
 changes   Ready-made edits, for all of a value or a part of it.
 swapping  Modules replaced by others.
 """

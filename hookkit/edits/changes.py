@@ -1,8 +1,8 @@
 """Ready-made edits: `zero`, `scale`, `add`, `replace`, `patch_from`, for all of a value or a part.
 
-Each makes a `Change`, which does one thing to every tensor of what a layer gives (or takes, or gets
-as gradient) and keeps the types of containers. The tensors of the run are only read: a changed
-tensor is a new one, through which gradients flow.
+Each makes a `Change`, which does one thing to every tensor of an output (or of the inputs, or of a
+gradient) and keeps the types of containers. The tensors of the run are only read: a changed tensor
+is a new one, through which gradients flow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Change:
 
     Args:
         text: how it was made, for messages: `scale(2)`.
-        new: `new(part, operand)` returns what takes the place of the part `at` of a tensor.
+        new: `new(part, operand)` returns the replacement of the part `at` of a tensor.
         at: the part of each tensor, as in `tensor[at]`; None is all of it.
         operands: `operands(value, module, hook)` returns the operand for each tensor of a value.
     """
@@ -91,8 +91,9 @@ def zero(*, at: Any = None) -> Change:
     """Make an edit that sets to zero: a layer, a channel (`at=(slice(None), 3)`), a position.
 
     Args:
-        at: what to act on, as in `tensor[at]`: an int, slice, tuple, mask, index tensor; default
-            all. Of a structured output every tensor, unless a part was selected (`"lstm[0]"`).
+        at: the part to change, as in `tensor[at]`: an int, slice, tuple, mask or index tensor; all
+            by default. In a structured output that part of every tensor, unless one tensor was
+            selected (`"lstm[0]"`).
 
     Returns:
         The edit, for `edit_output` and the like.
@@ -106,11 +107,11 @@ def zero(*, at: Any = None) -> Change:
 
 
 def scale(k: float | Tensor, *, at: Any = None) -> Change:
-    """Make an edit that multiplies what a layer returns by a number or a tensor.
+    """Make an edit that multiplies the output by a number or a tensor.
 
     Args:
         k: the factor; a tensor has to broadcast.
-        at: what to act on, as in `tensor[at]`; all by default. See `zero`.
+        at: the part to change, as in `tensor[at]`; all by default. See `zero`.
 
     Returns:
         The edit, for `edit_output` and the like.
@@ -128,7 +129,7 @@ def add(v: float | Tensor, *, at: Any = None) -> Change:
     Args:
         v: a number, or a tensor that has to broadcast. It is cast to the dtype and device of the
             tensor that it is added to, and can be trained.
-        at: what to act on, as in `tensor[at]`; all by default. See `zero`.
+        at: the part to change, as in `tensor[at]`; all by default. See `zero`.
 
     Returns:
         The edit, for `edit_output` and the like.
@@ -147,8 +148,8 @@ def replace(t: Any, *, at: Any = None) -> Change:
     Args:
         t: a number or tensor for a tensor (it may broadcast); for a structured value, a structure
             of the same containers, whose tensors take the places of its tensors.
-        at: what to act on, as in `tensor[at]`; all by default. Then `t` takes the place of that
-            part, so it has the part's shape, or broadcasts to it.
+        at: the part to replace, as in `tensor[at]`; all by default. `t` has the shape of that
+            part, or broadcasts to it.
 
     Returns:
         The edit, for `edit_output` and the like.
@@ -273,7 +274,7 @@ def _stored(run: Hook | Hooks | Mapping[str, Any], module: nn.Module, hook: Any)
         same = [h for h in hooks if h.module is module or _is_same_call(h, module, n)]
         same = same or [h for h in hooks if h.name in names and not h.scope.names_are_positions]
         values = [_value(h, n) for h in same if h.path == path]
-        # a part is also in what was stored of the whole
+        # the whole output, if it was stored, has the part too
         values = values or [tree_get(_value(h, n), path) for h in same if not h.path]
     if not values:
         shown = ", ".join(labels[:4]) + (" …" if len(labels) > 4 else "")

@@ -1,6 +1,6 @@
-"""`swap`: other modules in the place of a model's own during a `with`; and what to put there.
+"""`swap`: other modules in the place of a model's own during a `with`; and `Wrapper`, their base.
 
-A hook sees what goes into a module and what comes out; a `Wrapper` decides what happens in between:
+A hook sees the inputs and the output of a module; a `Wrapper` decides what happens in between:
 call it, call it twice, call something else. `Catcher` records calls, `GramWrapper` sums XᵀX.
 """
 
@@ -191,7 +191,7 @@ class Wrapper(nn.Module):
         self.training = wrapped.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what `wrapped` returns."""
+        """Call `wrapped` and return its output."""
         return self.wrapped(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -212,7 +212,7 @@ class Call(NamedTuple):
 
 
 class Catcher(Wrapper):
-    """Records what goes into a module and what comes out, as detached copies.
+    """Records the inputs and the output of each call of a module, as detached copies.
 
     Attributes:
         calls: a `Call` for each call, but for those that activation checkpointing repeats.
@@ -229,7 +229,7 @@ class Catcher(Wrapper):
         self.calls: list[Call] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `wrapped`, record what it was given and what it returns, and return that."""
+        """Call `wrapped`; record its inputs and its output; return the output."""
         inputs = tree_map(snapshot, Inputs(args, kwargs))  # now: the call may write into them
         output = self.wrapped(*args, **kwargs)
         if not recomputing():
@@ -267,7 +267,7 @@ class GramWrapper(Wrapper):
         self.n_rows = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Sum the first input, then call `wrapped` and return what it returns."""
+        """Add the first input to the sum; call `wrapped` and return its output."""
         x = (args or tuple(kwargs.values()))[0].detach()
         if not recomputing():
             rows = x.reshape(-1, x.shape[-1]).to(torch.promote_types(x.dtype, torch.float32))

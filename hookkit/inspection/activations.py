@@ -1,4 +1,4 @@
-"""The rows on disk: `Activations` reads what `RowFiles` wrote.
+"""The rows on disk: `RowFiles` writes them, `Activations` reads them.
 
 acts/layer0.npy          the rows of the first layer
 acts/ids.npy             their ids
@@ -32,7 +32,7 @@ _OURS = re.compile(r"layer\d+\.npy|ids\.npy|activations\.json|\.hookkit-\w+\.tmp
 class RowFiles:
     """Writes the rows of each layer to a file in `out_dir`, which has to be empty.
 
-    `overwrite` first deletes what an earlier call wrote there.
+    `overwrite` first deletes the files of an earlier call.
     """
 
     def __init__(self, out_dir: Any, overwrite: bool, layers: list[str]) -> None:

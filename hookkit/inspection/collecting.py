@@ -65,7 +65,7 @@ def collect(
         stop: ends each forward when all of `layers` have run; their first call counts.
         max_rows: stops after so many rows.
         forward: `f(model, batch)`, which calls the model on a batch.
-        overwrite: first deletes what an earlier call wrote to `out_dir`.
+        overwrite: first deletes the files that an earlier call wrote to `out_dir`.
 
     Returns:
         `Activations`; with `accumulate` a dict from layer to accumulator, on the layer's device.
@@ -186,5 +186,5 @@ def _batches(source: LayerRows, size: int, room: int, random: torch.Generator) -
         shuffled = torch.cat(parts)[order.to(parts[0].device)]
         n_given = n if ended else max(size, room // 2 // size * size)
         yield from torch.split(shuffled[:n_given], size) if n else ()
-        parts = [shuffled[n_given:].clone()]  # without the memory of what was given
+        parts = [shuffled[n_given:].clone()]  # without the memory of the rows that were given
         n -= n_given
