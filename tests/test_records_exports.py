@@ -136,7 +136,7 @@ def test_a_tracker_that_wraps_its_method_is_taken() -> None:
         ({"statistics": []}, 0),
         ({"layers": "fc"}, 8),
         ({"layers": ["body"], "statistics": "std"}, 3),
-        ({"layers": "*o*", "statistics": "std"}, 3),
+        ({"layers": "**.*o*", "statistics": "std"}, 3),
     ],
 )
 def test_only_the_named_statistics_and_layers_are_logged(options: Any, n: int) -> None:

@@ -4,6 +4,7 @@ checks       Checks of arguments: an error says what was asked, found, and what 
 messages     Warnings, the names nearest to an unknown one, a missing package.
 files        Files that are written whole.
 pytree       Structures of tensors: dicts, tuples, named tuples, dataclasses.
+globs        Globs of dotted names.
 modules      Modules and their names; wrappers that PyTorch puts around them.
 text, html   Text widths; HTML.
 devices      The widest float, copies to the CPU, the accelerator.

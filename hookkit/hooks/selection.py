@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hookkit._core.checks import OfLast, check_function, check_module, kind_of, short_repr
+from hookkit._core.globs import compile_glob, expand
 from hookkit._core.messages import no_such
 from hookkit._core.modules import (
     calls_children,
@@ -35,9 +36,6 @@ Selector = str | re.Pattern[str] | type | nn.Module | Callable[..., bool] | Iter
 __all__ = ["Selection", "Selector", "leaf_modules", "select", "unwrap"]
 
 _WITH_PATH = re.compile(rf"(.*?)((?:{BRACKET})+)", re.DOTALL)
-_BRACES = re.compile(r"\{([^{}]*)\}")
-# `**.` at the start of a part, `.**` at the end, `*` and `?`, `[0-3]`, `{q,k}`
-_WILDCARD = re.compile(r"(?:^|(?<=\.))\*\*\.|\.\*\*$|\*+|\?|\[!?[^]]+\]|\{[^{}]*\}")
 _DOT = re.compile(r"\.(?![^\[]*\])")  # not one inside brackets
 
 
@@ -190,69 +188,6 @@ def leaf_modules(model: nn.Module) -> Selection:
     parts = [name.split(".") if name else [] for name, _, _ in run]
     around = {".".join(keys[:i]) for keys in parts for i in range(len(keys))}
     return Selection({n: Pick(n, m) for n, m, first in run if first and n not in around})
-
-
-def expand(pattern: str) -> list[str]:
-    """Return the patterns that `pattern` stands for, with its braces expanded.
-
-    >>> expand("attn.{q,k}_proj")
-    ['attn.q_proj', 'attn.k_proj']
-    """
-    found = _BRACES.search(pattern)
-    if found is None:
-        return [pattern]
-    head, tail = pattern[: found.start()], pattern[found.end() :]
-    return [text for mid in found[1].split(",") for text in expand(head + mid + tail)]
-
-
-def compile_glob(pattern: str) -> re.Pattern[str]:
-    """Compile a glob of module names to a regex, with one group for each of its wildcards.
-
-    Match whole names with it: `compile_glob(…).fullmatch(name)`. The group of a `**` that matches
-    no part is None.
-
-    Args:
-        pattern: as for `select`: `*` and `?` match inside one part of a name, `**` any number of
-            parts, also none, `[0-3]` one character, `{q,k}` one of several texts.
-
-    >>> compile_glob("layers.*.{q,k}_proj").fullmatch("layers.12.k_proj").groups()
-    ('12', 'k')
-    >>> glob = compile_glob("**.conv?")
-    >>> glob.fullmatch("a.b.conv1").groups(), glob.fullmatch("conv2").groups()
-    (('a.b', '1'), (None, '2'))
-    """
-    try:
-        return re.compile(_regex_of(pattern))
-    except re.error as e:
-        raise SelectionError(
-            f'the glob "{pattern}" cannot be read: {e}. Write a range as in "[0-3]".'
-        ) from None
-
-
-def _regex_of(glob: str, group: str = "(") -> str:
-    """Return a glob as the text of a regex, in which `group` opens the group of each wildcard."""
-    if glob == "**":
-        return f"{group}.*)"
-    regex, end = "", 0
-    for found in _WILDCARD.finditer(glob):
-        regex += re.escape(glob[end : found.start()])
-        text, end = found[0], found.end()
-        if text == "**.":
-            regex += rf"(?:{group}.+)\.)?"
-        elif text == ".**":
-            regex += rf"(?:\.{group}.+))?"
-        elif text[0] == "*":
-            regex += f"{group}[^.]*)"
-        elif text == "?":
-            regex += f"{group}[^.])"
-        elif text[0] == "[":
-            none_of = text[1] == "!" and len(text) > 3
-            chars = re.sub(r"([\\\[^&~|])", r"\\\1", text[1 + none_of : -1])
-            regex += f"{group}[{'^' * none_of}{chars}])"
-        else:  # wildcards inside braces have no groups of their own
-            either = [_regex_of(part, "(?:") for part in text[1:-1].split(",")]
-            regex += f"{group}{'|'.join(either)})"
-    return regex + re.escape(glob[end:])
 
 
 def _globbed(root: nn.Module, pattern: str) -> Iterator[Pick]:

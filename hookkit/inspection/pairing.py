@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hookkit._core.globs import compile_glob, expand
 from hookkit._core.pytree import Parts
 from hookkit.errors import OptionError
-from hookkit.hooks.selection import compile_glob, expand
 from hookkit.inspection.differences import dense
 from hookkit.inspection.first_difference import Call
 from hookkit.inspection.sides import WHO, Key, Side, float_dtype, own_params

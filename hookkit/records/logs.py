@@ -10,13 +10,13 @@ import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 
 from hookkit._core.checks import check_path, is_number, kind_of
 from hookkit._core.files import append_lines
+from hookkit._core.globs import compile_glob
 from hookkit._core.messages import nearest_text
 from hookkit.errors import ArgumentError, OptionError
 
@@ -103,7 +103,11 @@ def listed(names: Any) -> list[str]:
 
 def _matches(name: str, pattern: str) -> bool:
     """Return whether `pattern` is `name`, or a module around it, or a glob of it."""
-    return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
+    return (
+        name == pattern
+        or name.startswith(f"{pattern}.")
+        or bool(compile_glob(pattern).fullmatch(name))
+    )
 
 
 # TensorBoard's method; mlflow's, Comet's and Lightning's; wandb's, trackio's and accelerate's
