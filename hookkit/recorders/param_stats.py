@@ -349,16 +349,9 @@ class _Followed:
         Overwrites the copies: call `copy()` before the next step.
         """
         table, now, rows = np.zeros((len(self.groups), len(_FIELDS))), self._now(), self._rows
-        kinds = [*map(_KIND, now)]
-        known = rows
-        if kinds != self._kinds:  # a step has given a parameter another shape, or moved it
-            pairs = enumerate(zip(kinds, self._kinds, strict=True))
-            changed = {i: old for i, (new, old) in pairs if new[:2] != old[:2]}
-            # it has no update: zeros stand in for it, and its row is discarded
-            blank = {i: torch.zeros(k[0], device=k[1], dtype=k[2]) for i, k in changed.items()}
-            now = [blank.get(i, t) for i, t in enumerate(now)]
-            known = np.delete(rows, [*changed])
-        table[known, _N], table[rows[[*self._read]], _N_GRAD] = 1, 1
+        if [*map(_KIND, now)] != self._kinds:
+            return table, []  # the step gave a parameter another shape, or moved it: no update
+        table[rows, _N], table[rows[[*self._read]], _N_GRAD] = 1, 1
         if self._small:
             torch._foreach_copy_(self._after, [*map(now.__getitem__, self._small)])
             values = self._together

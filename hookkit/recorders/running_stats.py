@@ -17,7 +17,7 @@ runs this very code.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -234,8 +234,9 @@ class RunningStats:
 
     def end_batch(self) -> None:
         """Keep the batch for its step."""
-        self._step = _together(self._step, self._batch) if self._step else self._batch
-        self._batch = {}
+        step = self._step
+        both = {row: _merged(step[row], e) if row in step else e for row, e in self._batch.items()}
+        self._step, self._batch = {**step, **both}, {}
 
     def discard_step(self) -> None:
         """Forget everything since the last `end_step`."""
@@ -309,7 +310,10 @@ class RunningStats:
             tables = {name: table[:, order] for name, table in tables.items()}
         values = statistics(np.moveaxis(tables["moments"], 1, 0))
         if options.units:
-            values |= _of_units(tables["units"], types, self.consumers)
+            dead, judged, full, n = np.moveaxis(np.moveaxis(tables["units"], 1, 0), -1, 0)
+            clamped = [units.is_clamped(self.consumers, *layer) for layer in types.items()]
+            judged = np.where((judged > 0) & np.array(clamped, bool)[:, None], judged, np.nan)
+            values |= {"dead": dead / judged, "saturated": full / np.where(n > 0, n, np.nan)}
         hist = edges = None
         if options.bins is not None:
             edges = options.bins.edges
@@ -375,11 +379,6 @@ def _merged_rows(a: Any, b: Any) -> Any:
     return triton_rows.joined(a, b) if a.ndim == 2 else torch.stack(merge(a.unbind(), b.unbind()))
 
 
-def _together(a: Entries, b: Entries) -> Entries:
-    """Return what was seen in two batches."""
-    return {**a, **{row: _merged(a[row], e) if row in a else e for row, e in b.items()}}
-
-
 def _numbers(
     entries: Entries,
     wait: Callable[[], Entries] | None,
@@ -410,14 +409,6 @@ def _numbers(
         for row, share in window.after(known, n).items():
             numbers["units"][row, :2] = share, 1.0
     return numbers
-
-
-def _of_units(table: Any, types: Mapping[str, str], consumers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return (rows, n) by statistic, from (n, rows, 4); NaN where nothing was judged."""
-    dead, judged, full, n = np.moveaxis(np.moveaxis(table, 1, 0), -1, 0)
-    clamped = [units.is_clamped(consumers, *layer) for layer in types.items()]
-    judged = np.where((judged > 0) & np.array(clamped, bool)[:, None], judged, np.nan)
-    return {"dead": dead / judged, "saturated": full / np.where(n > 0, n, np.nan)}
 
 
 # --- from a device

@@ -24,7 +24,9 @@ CLAMPING = ("ReLU", "ReLU6")
 
 _FIRST = ("Conv", "BatchNorm", "InstanceNorm", "GroupNorm", "SyncBatchNorm", "LazyConv")
 _LAST = ("Linear", "LayerNorm", "Embedding", "Bilinear", "RMSNorm", "LSTM", "GRU", "RNN")
-_FLAT_ENDS = {"Tanh": 0.0, "Softsign": 0.0, "Sigmoid": 0.5}  # "Hardtanh" ends with "tanh", …
+_MIDDLES = {"Tanh": 0.0, "Hardtanh": 0.0, "Softsign": 0.0, "Sigmoid": 0.5, "Hardsigmoid": 0.5}
+"""Bounded activations, whose range has flat ends → the middle of the range."""
+
 _FIRST_OPS = ("Conv", "Mkldnn", "NativeBatchNorm", "CudnnBatchNorm", "NativeGroupNorm")
 _LAST_OPS = ("Addmm", "Mm", "Bmm", "Linear", "NativeLayerNorm", "FusedRmsNorm", "Embedding")
 _TURNS = ("Permute", "Transpose", "T", "Movedim")
@@ -78,16 +80,6 @@ def is_clamped(consumers: Mapping[str, Any], name: str, kind: str) -> bool:
     return kind in CLAMPING or consumers.get(name) in CLAMPING
 
 
-def _middle(kind: str) -> float | None:
-    """Return the middle of the range of a bounded activation; None for other classes of modules.
-
-    >>> _middle("Hardtanh"), _middle("Sigmoid"), _middle("ReLU")
-    (0.0, 0.5, None)
-    """
-    ends = (value for name, value in _FLAT_ENDS.items() if kind.lower().endswith(name.lower()))
-    return next(ends, None)
-
-
 def look_at(x: Tensor, kind: str, dim: int | None) -> tuple[Any, Any]:
     """Return what the output of a layer of class `kind` says of its units, on its device.
 
@@ -99,7 +91,7 @@ def look_at(x: Tensor, kind: str, dim: int | None) -> tuple[Any, Any]:
         return None, None
     if not x.is_floating_point() or x.dtype.itemsize == 1:
         x = to_widest_float(x)  # bool and float8 have no arithmetic
-    middle, full = _middle(kind), None
+    middle, full = _MIDDLES.get(kind), None
     if middle is not None:
         full = ((x - middle).abs() > 0.97 * (1 - middle)).sum().to(torch.float32)
     if dim is None or x.ndim == 1:

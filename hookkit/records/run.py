@@ -33,7 +33,8 @@ SLOTS = {"activation": "activations", "gradient": "gradients", "param": "params"
 KINDS = tuple(SLOTS)
 
 STATISTICS = ("count", "mean", "std", "rms", "min", "max", "near_zero", "zero", "nonfinite")
-"""Of activations and gradients: `near_zero`, `zero` are fractions, `count`, `nonfinite` numbers."""
+"""What is recorded of activations and gradients: `near_zero`, `zero` are fractions, `count` and
+`nonfinite` numbers."""
 
 UNIT_STATISTICS = ("dead", "saturated")
 """Recorded with `units=True`. `dead`: the fraction of a layer's units (channels) that were never

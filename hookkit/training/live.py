@@ -24,8 +24,8 @@ class ShowHealth(Callback):
     is redrawn.
 
     It shows what the recorders among the callbacks have, and adds none: without ActivationStats or
-    ParamStats the losses are all that is judged. `watch(…, show=True)` adds recorders. Of several
-    processes the first one shows what it has recorded itself.
+    ParamStats the losses are all that is judged. `watch(…, show=True)` adds recorders. If there
+    are several processes, the first one shows what it has recorded itself.
 
     A look waits for the device. It takes place between two batches, and only if all looks so far
     have taken less than 2 % of the time. The one at the end always takes place. If a look fails, a
