@@ -28,6 +28,7 @@ from hookkit._core.batches import loss_in
 from hookkit._core.messages import warn
 from hookkit._core.modules import is_replica, unwrap, wrappers
 from hookkit.callbacks.events import CancelStepException
+from hookkit.callbacks.loss_log import Source
 from hookkit.callbacks.optimizers import ids_of, skips_step, stepping_scaler
 from hookkit.errors import HookError, NeverFiredWarning
 from hookkit.hooks.attach import attach, check_hookable, remove_all
@@ -315,7 +316,7 @@ class WatchedLoop(Loop):
                 if not self.other_loss and not (isinstance(output, Tensor) and output.ndim):
                     loss, guess = loss_in(output)
                 if loss is not None:
-                    self.report_loss(loss, True, guess, shared)
+                    self.report_loss(loss, "guess" if guess else "returned", share=shared)
                 if not self.probes.done:
                     # of a loss function that is a module, its own input is read
                     known = None if isinstance(self.loss_func, nn.Module) else self.loss_func
@@ -467,14 +468,14 @@ class WatchedLoop(Loop):
     # --- losses
 
     def report_loss(
-        self, loss: Tensor, returned: bool = False, guess: bool = False, share: bool = False
+        self, loss: Tensor, source: Source = "reported", *, share: bool = False
     ) -> None:
         """Take the loss of the current batch, or of the step just made; see `LossLog.put`."""
         if not self.probes.done:
-            self.probes.see_loss(loss, self.model.parameters(), returned)
+            self.probes.see_loss(loss, self.model.parameters(), source != "reported")
         known = loss.detach().clone()  # `loss /= n_accumulate` may follow
         late = self.state in (VALIDATION, EVALUATING)
-        self.losses.put(known, returned, guess, share, late)
+        self.losses.put(known, source, share=share, late=late)
         if self.state in TRAINING:
             self.loss = known
 
