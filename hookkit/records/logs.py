@@ -103,11 +103,8 @@ def listed(names: Any) -> list[str]:
 
 def _matches(name: str, pattern: str) -> bool:
     """Return whether `pattern` is `name`, or a module around it, or a glob of it."""
-    return (
-        name == pattern
-        or name.startswith(f"{pattern}.")
-        or bool(compile_glob(pattern).fullmatch(name))
-    )
+    inside = name == pattern or name.startswith(f"{pattern}.")
+    return inside or compile_glob(pattern).fullmatch(name) is not None
 
 
 # TensorBoard's method; mlflow's, Comet's and Lightning's; wandb's, trackio's and accelerate's

@@ -109,8 +109,8 @@ class Reportable:
                 a `.jsonl` file, to which a line for each step is added. It is not closed.
             statistics: which scalars of layers, one name or several; None takes about five, []
                 none.
-            layers: which layers and parameters, one name or glob or several: `"encoder"` takes
-                what is inside it too; None takes all.
+            layers: which layers and parameters, names or globs, as for `select`: `"encoder"`
+                takes the layers inside it too; None takes all.
 
         Raises:
             ArgumentError: `writer` is none of these.
