@@ -108,9 +108,18 @@ def written(x: Any) -> Any:
         return repr(x.getstate())
     if isinstance(x, Box | SimpleNamespace | UserDict):
         return repr({k: written(v) for k, v in vars(x).items()})
+    if isinstance(x, Cache):
+        return repr((dict(x), x.order))
     if isinstance(x, Slotted):
         return repr(x.n)
     return repr([written(v) for v in x] if isinstance(x, list | tuple | deque) else x)
+
+
+class Cache(dict[str, Any]):
+    """A dict with a list in an attribute."""
+
+    def __init__(self) -> None:
+        self.order = list[str]()
 
 
 RESTORED: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -127,6 +136,7 @@ RESTORED: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "NumPy's generator": (np.random.default_rng(0), lambda x: x.random()),
     "NumPy's old generator": (np.random.RandomState(0), lambda x: x.rand()),
     "an object": (Box(), lambda x: (setattr(x, "n", 1), x.rows["a"].append(2))),
+    "a dict with attributes": (Cache(), lambda x: (x.update(b=2), x.order.append("b"))),
     "an object around a dict": (UserDict(a=1), lambda x: x.update(b=2)),
     "a tensor in an object in an object": (Box(), lambda x: x.inner.mean.add_(1)),
     "a module in a list": ([nn.BatchNorm1d(2).train()], lambda x: x[0](torch.randn(3, 2))),

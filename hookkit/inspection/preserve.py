@@ -207,24 +207,27 @@ class _Writes(Operations):  # type: ignore[no-untyped-call]
 class State:
     """Holds what a run of a model can change, and restores it.
 
-    Nothing of the user's runs: a dict that makes its values when they are read, an object that
-    loads itself on access or a property would change, or do, something. So containers are read by
-    the methods of Python's own classes, and objects by the dict of their attributes.
+    Reading and restoring run no code of the user's: a dict that makes its values when they are
+    read, an object that loads itself on access or a property would change something. So containers
+    are read by the methods of Python's own classes, and objects by the dict of their attributes.
+
+    Objects inside objects, and the globals of a file, may lead to the whole program (a logger, a
+    trainer, another thread's queue), which a run must not rewind: they are only compared.
 
     Attributes:
         modules: the modules of the tree, and others that are found in attributes, with all inside.
-        tensors: the different ones, without lazy ones and those of inference mode, which nothing
-            outside of it can write; with the gradients of the parameters.
-        not_restored: names of attributes and globals that are not as they were; complete at the
-            end of the block.
+        not_restored: names of attributes and globals that are not as they were, or may not be;
+            complete at the end of the block.
     """
 
     def __init__(self, tree: Tree, params: bool) -> None:
         self.modules, self.not_restored = [*tree.wrappers, *tree.modules], list[str]()
+        # restored: classes of modules; containers, of which most are empty; arrays and generators
         self._classes = list[tuple[nn.Module, type]]()
         self._containers = list[tuple[Any, Any, list[Any]]]()
-        self._empty: dict[Any, list[Any]] = {kind: [] for kind in _CONTAINERS}  # most of PyTorch's
+        self._empty: dict[Any, list[Any]] = {kind: [] for kind in _CONTAINERS}
         self._values = list[tuple[Any, Callable[[Any, Any], object], Any]]()
+        # compared: what objects refer to, with the attribute they are in; names of classes, files
         self._objects = list[tuple[Any, list[Any], str]]()
         self._bindings = list[tuple[Mapping[str, Any], dict[str, Any], str]]()
         self._seen = {id(m) for m in self.modules}
@@ -314,7 +317,7 @@ class State:
             self._objects.append((x, held, name))
             stack += [(part, depth + 1) for part in held]
         if depth == 0:
-            self._save(_attributes_of(x))
+            stack += [(part, 1) for part in self._save(_attributes_of(x))]
         for valued, (get, put) in _VALUES.items():
             if issubclass(kind, valued):
                 if valued is not np.ndarray or (x.flags.writeable and x.nbytes <= _MOST_BYTES):
