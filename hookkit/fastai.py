@@ -9,6 +9,7 @@ own notebooks have from elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from hookkit._core.pytree import Inputs, describe, tree_leaves, tree_map
 from hookkit.callbacks.hook_callback import HookCallback
 from hookkit.errors import ArgumentError, ModelRunError, OptionError
 from hookkit.hooks import Hook, Hooks, hook_output, hook_outputs
-from hookkit.hooks.attach import attach, remove_all
+from hookkit.hooks.attach import attach
+from hookkit.hooks.eager import layer_by_layer
 from hookkit.inspection import layer_info, module_summary
 from hookkit.inspection.preserve import preserve_state
 from hookkit.inspection.summary_rows import share
@@ -179,15 +181,7 @@ def _inputs(who: str, m: nn.Module, size: int | Iterable[int] | None, x: Any) ->
     generator = torch.Generator().manual_seed(0)
     made = torch.empty((1, n, *sides), device="cpu").uniform_(-1, 1, generator=generator)
     p = next((p for p in layer.parameters() if p.is_floating_point()), made)
-    return Inputs((made.to(p.dtype) if p.is_meta else made.to(p),))
-
-
-def _cannot_take(m: nn.Module, inputs: Inputs, error: Exception) -> ModelRunError:
-    return ModelRunError(
-        f"{type(unwrap(m)).__name__} cannot take a made-up input {describe(inputs[0])}: "
-        f"{str(error).rstrip('. ')}. Give its size (size=...) or an example input (x=..., a tuple "
-        "of several)"
-    )
+    return Inputs((made.to(p),))
 
 
 def dummy_eval(m: nn.Module, size: int | Iterable[int] | None = None, *, x: Any = None) -> Any:
@@ -220,7 +214,11 @@ def dummy_eval(m: nn.Module, size: int | Iterable[int] | None = None, *, x: Any 
         except Exception as e:
             if x is not None:
                 raise
-            raise _cannot_take(m, inputs, e) from e
+            raise ModelRunError(
+                f"{type(unwrap(m)).__name__} cannot take a made-up input {describe(inputs[0])}: "
+                f"{str(e).rstrip('. ')}. Give its size (size=...) or an example input (x=..., a "
+                "tuple of several)"
+            ) from e
 
 
 def model_sizes(
@@ -251,11 +249,11 @@ def model_sizes(
     def store(layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         sizes[id(layer)] = tree_map(lambda t: t.shape, out)
 
-    handles = [attach(layer, store) for layer in layers if can_run(layer)]
-    try:
+    with ExitStack() as undo:
+        undo.enter_context(layer_by_layer(always=True))  # compiled code would skip the hooks
+        for layer in filter(can_run, layers):
+            undo.callback(attach(layer, store).remove)
         dummy_eval(m, size, x=x)
-    finally:
-        remove_all(handles)
     return [sizes.get(id(layer)) for layer in layers]
 
 

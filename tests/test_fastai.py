@@ -173,6 +173,17 @@ def test_sizes_are_those_of_the_children_of_any_module() -> None:
     assert model_sizes(nn.Linear(5, 3)) == [torch.Size([1, 3])]
 
 
+def test_a_compiled_model_and_one_on_meta_have_sizes() -> None:
+    compiled = torch.compile(body(), backend="eager")
+    compiled(torch.ones(1, 3, 8, 8))
+    with torch.device("meta"):
+        meta = body()
+
+    expected = [(1, 16, 8, 8), (1, 32, 4, 4), (1, 32, 4, 4)]
+    assert model_sizes(compiled, 8) == model_sizes(meta, 8) == expected
+    assert dummy_eval(meta, 8).device.type == "meta"
+
+
 def test_errors_are_the_models_own_on_an_example_and_leave_it_as_it_was() -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 6)).train()
 

@@ -90,16 +90,13 @@ def _holders(mode: Any) -> list[Any]:
     Tensors that only PyTorch holds do no harm: it never frees some autograd graphs. Python does not
     tell who holds a tensor after `gc.freeze()`; then they are returned themselves.
     """
-    if not _alive(mode):
-        return []
     gc.collect()  # some may wait in a reference cycle
-    fakes: list[Any] = _alive(mode)
-    if gc.get_freeze_count():
+    fakes: list[Any] = [
+        x
+        for x in gc.get_objects()
+        if issubclass(type(x), Tensor) and getattr(x, "fake_mode", None) is mode
+    ]
+    if not fakes or gc.get_freeze_count():
         return fakes
-    found = gc.get_referrers(*fakes) if fakes else []
+    found = gc.get_referrers(*fakes)
     return [x for x in found if x is not fakes and type(x) not in (FrameType, Saved)]
-
-
-def _alive(mode: Any) -> list[Tensor]:
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
-    return [x for x in tensors if getattr(x, "fake_mode", None) is mode]

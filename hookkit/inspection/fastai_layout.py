@@ -82,9 +82,8 @@ def learner_summary(learn: Any) -> SummaryText:
             "learn.summary() runs one training batch: this Learner has no data. Make it with "
             "DataLoaders(train, valid), or use module_summary(learn, xb)."
         )
-    with preserve_state(
-        learn.model, observers=True
-    ):  # a dataset may draw numbers, or call the model
+    # a dataset may draw numbers, or call the model
+    with preserve_state(learn.model, observers=True):
         batch = first_batch(train, "the training loader")
     if isinstance(batch, Mapping):
         xb = Inputs((), batch)
@@ -116,8 +115,7 @@ def _summary_of(who: str, learn: Any, xb: Inputs, training: bool = True) -> Summ
         xb = tree_map(lambda t: t.to(p.device), xb)
     opt = opt if hasattr(opt, "param_groups") else None
     mode = None if training and model.training else training  # None leaves each module's own
-    view = {"fold": True, "depth": None, "columns": None}
-    return run_summary(tree, xb, opt, view, training=mode, who="learn.summary")
+    return run_summary(tree, xb, opt, {}, training=mode, who="learn.summary")
 
 
 def _layers(s: Summary) -> list[Row]:

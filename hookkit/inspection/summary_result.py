@@ -146,7 +146,8 @@ class Summary(Totals):
 
     def _viewed(self, fold: bool | None, depth: int | None, columns: Any) -> dict[str, Any]:
         chosen = {"fold": fold, "depth": depth, "columns": columns}
-        return {**self.view, **{k: v for k, v in chosen.items() if v is not None}}
+        view = {"fold": True, "depth": None, "columns": None, **self.view}
+        return view | {k: v for k, v in chosen.items() if v is not None}
 
     def __str__(self) -> str:
         return self.text()
