@@ -22,8 +22,16 @@ from hookkit.errors import OptionError
 from hookkit.inspection.first_difference import Call, Localisation
 from hookkit.inspection.run_file import Key, RunStep, Seen, read_run
 
-_ORDER = {"before": 0, "param_grad": 2, "scale": 3, "setting": 3, "weight": 4, "buffer": 5}
-_FORWARD = 1  # of all others, which are in the order in which they were computed
+_ORDER = {
+    "before": 0,
+    "batches": 2,
+    "param_grad": 2,
+    "scale": 3,
+    "setting": 3,
+    "weight": 4,
+    "buffer": 5,
+}
+_FORWARD = 1  # of what is computed in batches, which is in its order
 _EXPLAINS = ("random", "scale")  # what differs in these alone is no difference of the training
 _SCALED = 1e-5  # gradients that carry different scales differ by less, by rounding
 
@@ -38,7 +46,8 @@ class RunRow:
         step: its number in the first run.
         what: `"before"` (a weight or buffer before the step), `"input"`, `"output"`, `"loss"`,
             `"grad"` (the gradient of an output), `"param_grad"`, `"setting"` (a hyperparameter),
-            `"weight"` or `"buffer"` (after the step), `"random"` or `"scale"` (of a GradScaler).
+            `"weight"` or `"buffer"` (after the step), `"batches"` (how many a step has),
+            `"random"` or `"scale"` (of a GradScaler).
         name: of the layer, the parameter or the hyperparameter.
         path: of the tensor in what the layer takes or gives, `""` if it is that itself.
         type: the layer's class.
@@ -73,7 +82,8 @@ class RunRow:
         what = {"grad": "gradient", "param_grad": "gradient", "before": "first"}
         more = f" ({self.type})" * bool(self.type)
         more += f", batch {self.batch}" * bool(self.batch) + f", call {self.call}" * bool(self.call)
-        return f"{what.get(self.what, self.what)} of {self.name or '(model)'}{self.path}{more}"
+        of = "the step" if self.what == "batches" else self.name or "(model)"
+        return f"{what.get(self.what, self.what)} of {of}{self.path}{more}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -217,7 +227,8 @@ class _Steps:
     def __init__(
         self, number: int, x: RunStep, y: RunStep, rtol: float, notes: dict[str, None]
     ) -> None:
-        self.x, self.y, self._number, self._rtol, self._notes = x, y, number, rtol, notes
+        self.x, self.y, self._number, self._rtol = x, y, number, rtol
+        self._unjudged: dict[str, list[str]] = {}
         scales = [[float(seen.numbers[0]) for key, seen in step.seen.items() if key.what == "scale"]
                   for step in (x, y)]  # fmt: skip
         self._scales = [scale[-1] if scale else 1.0 for scale in scales]
@@ -237,12 +248,18 @@ class _Steps:
             values = x.settings.get(name), y.settings.get(name)
             problem = "" if _close(*values, rtol) else "{} in a, {} in b".format(*values)
             rows.append(RunRow(number, "setting", name, differs=bool(problem), problem=problem))
+        n, m = len(x.layout.trees), len(y.layout.trees)
+        if n != m and not is_split:
+            problem = f"{n} in a, {m} in b"
+            rows.append(RunRow(number, "batches", "", differs=True, problem=problem))
         self.rows = [row for row in rows if row is not None]
         self.rows.sort(key=lambda r: _ORDER.get(r.what, _FORWARD))
         for run in "ab":
             alone = [r for r in self.rows if r.problem == f"only in {run}" and not r.differs]
             if names := {r.name or "(model)": 0 for r in alone if r.what not in _EXPLAINS}:
                 notes[f"what only {run} has in step {number}: {_some(names)}"] = None
+        for why, labels in self._unjudged.items():
+            notes[f"tensors {why}: {_some(labels)}"] = None
         self.first = self._first()
 
     def _row(self, key: Key) -> RunRow | None:
@@ -265,7 +282,7 @@ class _Steps:
             return row(math.inf, counts, only)
         label = f"{key.what} of {key.name or '(model)'}{key.path}"
         if r.hash is None or q.hash is None:
-            self._notes[f"{label}, whose values could not be read"] = None
+            self._unjudged.setdefault("whose values could not be read", []).append(label)
             return None
         if (r.hash, r.dtype, r.shape) == (q.hash, q.dtype, q.shape):
             return row()
@@ -276,7 +293,7 @@ class _Steps:
         if r.shape != q.shape:
             problem, differs = f"{_shape(r.shape)} in a, {_shape(q.shape)} in b", True
         elif limit and math.isnan(error):
-            self._notes[f"{label}, which is not finite in float32"] = None
+            self._unjudged.setdefault("whose norm is not finite", []).append(label)
         differs = (differs or not limit) and key.what not in _EXPLAINS
         return row(error, differs, problem)
 
@@ -413,11 +430,17 @@ class _Verdict:
         first, call = self.first, Call(self.first.name, self.first.call)
         path = f" {first.path}" * bool(first.path)
         text = f"the output{path} of {self._layer} differs, its inputs do not"
-        kinds = [step.layout.kinds[first.batch][call] for step in (self.pair.x, self.pair.y)]
-        for values in zip(*kinds, strict=True):
-            if values[0] != values[1]:
+        kinds = [list(step.layout.kinds[first.batch][call]) for step in (self.pair.x, self.pair.y)]
+        says = [set(kind[2].split(", ")) for kind in kinds]
+        if says[0] != says[1]:  # as in `eps=1e-05 in a, eps=1e-06 in b`
+            kinds[0][2], kinds[1][2] = (
+                ", ".join(v for v in kind[2].split(", ") if v not in other) or "nothing"
+                for kind, other in zip(kinds, says[::-1], strict=True)
+            )
+        for p, q in zip(*kinds, strict=True):
+            if p != q:
                 modes = {True: "training mode", False: "evaluation mode"}
-                return text + ": {} in a, {} in b".format(*(modes.get(v, v) for v in values))
+                return f"{text}: {modes.get(p, p)} in a, {modes.get(q, q)} in b"
         place = self.tree[first.batch].place(call, self.pair.differing("input", first.batch))
         text += f"; it begins {place}" * bool(place)
         if first.problem:
@@ -435,24 +458,31 @@ class _Verdict:
                     f"{text}: other random numbers, if it draws any (the random state {key.name} "
                     f"differs before {when}: another seed, or a number more or less was drawn)"
                 )
+        moved = ", weights that were changed since the step began" * bool(first.batch)
         return (
-            f"{text}: another computation (code, kernel, precision, an attribute), or one that "
-            "cannot be repeated"
+            f"{text}: another computation (code, kernel, precision, an attribute){moved}, or one "
+            "that cannot be repeated"
         )
 
     def _loss(self) -> str:
         return "the loss differs, what the model returns does not: labels, or the loss function"
 
+    def _batches(self) -> str:
+        return (
+            f"it has {self.first.problem} batches: a step was skipped (by a GradScaler?), or "
+            "gradients are accumulated otherwise"
+        )
+
     def _grad(self) -> str:
         grads = [r for r in self.pair.rows if r.what == "grad"]
         at = grads.index(self.first)
         text = f"the gradient of the output of {self.first.name or 'the model'} differs, "
-        if at:
+        if at and self.first.call <= grads[at - 1].call:
             before = grads[at - 1].name
             return f"{text}that of {before} does not: the backward of what runs between them"
         loss = "; the loss differs too" * bool(self._bad("loss"))
         return (
-            f"{text}the first of the backward{self._factor('grad')}, and no output does{loss}: "
+            f"{text}the first of a backward{self._factor('grad')}, and no output does{loss}: "
             "labels, the loss function, or a scale of the loss"
         )
 
