@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from hookkit import Hooks, compare_models, hook_outputs, select
 from hookkit.errors import ArgumentError, HookError, OptionError, SelectionError
 from hookkit.inspection.differences import difference
+from hookkit.inspection.pairing import Names, braced
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 
@@ -317,6 +318,267 @@ def test_pytree_tensors_are_said_not_to_be_compared() -> None:
     assert row.problem == "a nested tensor, which is not compared"
 
 
+# -- the first ------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_is_given_a_difference_is_not_the_first() -> None:
+    inner = Net(lambda m, x: m.b(torch.relu(m.a(x))))
+    model = Net(lambda m, x: m.b(m.inner(m.a(x))), inner=inner)
+    other = copy.deepcopy(model)
+    other.inner.run = lambda m, x: m.b(torch.tanh(m.a(x)))
+
+    first = compare_models(model, other, X).first
+
+    assert different(compare_models(model, other, X)) == ["inner.b", "inner", "b", ""]
+    assert (first.name, first.place) == ("inner", "in its own forward, after a and before b")
+    assert first.input_error == 0
+
+
+def test_the_place_of_a_difference_behind_all_layers_is_said() -> None:
+    model = Net(in_turn)
+    other = Net(lambda m, x: 2 * in_turn(m, x))
+
+    first = compare_models(model, other, X).first
+
+    assert (first.name, first.place) == ("", "in its own forward, after b, the last layer in it")
+
+
+def test_errors_that_add_up_are_no_fault_of_the_layer_at_which_they_are_beyond() -> None:
+    layers = [nn.Linear(4, 4) for _ in range(6)]
+    model = nn.Sequential(*layers)
+    other = copy.deepcopy(model)
+    for layer in other:
+        layer.bias.data += 1e-3
+
+    first = compare_models(model, other, X, rtol=2e-3).first
+
+    assert first.name == ""
+    assert first.place.startswith("as errors of its layers add up, from ")
+    assert compare_models(model, broken(other, "1.bias"), X, rtol=2e-3).first.name == "1"
+
+
+def test_the_tolerance_is_relative_to_the_size_of_the_layer() -> None:
+    small = nn.Linear(4, 4)
+    small.weight.data *= 1e-4
+    small.bias.data.zero_()
+    other = copy.deepcopy(small)
+    other.weight.data *= 1 + 1e-4
+
+    assert compare_models(small, other, X).first is not None
+    assert compare_models(small, other, X, rtol=1e-3).first is None
+
+
+def test_no_tolerance_at_all_is_exact() -> None:
+    model = nn.Linear(4, 4)
+    other = copy.deepcopy(model)
+    other.bias.data[0] = torch.nextafter(model.bias.data[0], torch.tensor(9.0))
+
+    assert compare_models(model, model, X, rtol=0).first is None
+    assert compare_models(model, other, X).first is None
+    assert compare_models(model, other, torch.zeros(2, 4), rtol=0).first is not None
+
+
+def test_the_ratio_of_signal_and_noise_is_in_decibels() -> None:
+    model, other = nn.Identity(), Gives(lambda x: x * 1.1)
+
+    row = compare_models(model, other, X)[-1]
+
+    assert row.sqnr_db == pytest.approx(20.0, abs=1e-3)
+    assert compare_models(model, model, X)[-1].sqnr_db == math.inf
+
+
+def test_the_first_gradient_is_that_which_the_backward_reaches_first() -> None:
+    model = Net(lambda m, x: m.b(m.act(m.a(x))), act=nn.Tanh())
+    other = copy.deepcopy(model)
+    other.act.register_full_backward_hook(lambda m, grad_in, grad_out: (2 * grad_in[0],))
+
+    found = compare_models(model, other, X, grads=True)
+
+    assert (found.first.name, found.first.what) == ("a", "grad")
+    assert found.first.place == "in the backward between it and act Tanh grad"
+
+
+def test_a_wrong_gradient_of_a_parameter_is_made_in_its_layer() -> None:
+    model = Net(in_turn)
+    other = copy.deepcopy(model)
+    other.a.weight.register_hook(lambda grad: 2 * grad)
+
+    first = compare_models(model, other, X, grads=True).first
+
+    assert (first.name, first.what) == ("a.weight", "param_grad")
+    assert first.place == "in its own backward, as the gradient of its output agrees"
+
+
+# -- ports ----------------------------------------------------------------------------------------
+
+
+class Mixer(nn.Module):
+    """The reference: layers in a row, a fused projection, a residual around all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(4), nn.Linear(4, 12), nn.Linear(4, 4)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return x + self.out((q * k).tanh() * self.scale * v)
+
+
+class Transposed(nn.Module):
+    """A linear layer whose matrix has the inputs first."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.w = nn.Parameter(layer.weight.detach().T.clone())
+        self.bias = nn.Parameter(layer.bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w + self.bias
+
+
+class SplitMixer(nn.Module):
+    """A port: split projections with permuted rows, a transposed matrix, the residual outside."""
+
+    def __init__(self, model: Mixer) -> None:
+        super().__init__()
+        order, parts = torch.tensor([2, 0, 3, 1]), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        for part, w, b in zip(parts, model.qkv.weight.chunk(3), model.qkv.bias.chunk(3),
+                              strict=True):  # fmt: skip
+            part.weight.data, part.bias.data = w.data[order].clone(), b.data[order].clone()
+        self.query, self.key, self.value = parts
+        self.proj, self.ln = Transposed(model.out), copy.deepcopy(model.norm)
+        self.proj.w.data = self.proj.w.data[order]
+        self.scale = model.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.ln(x)
+        return self.proj((self.query(x) * self.key(x)).tanh() * self.scale * self.value(x))
+
+
+class Mixers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Mixer() for _ in range(3))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class PortOfMixers(nn.Module):
+    def __init__(self, model: Mixers) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(SplitMixer, model.blocks))
+        self.classify = copy.deepcopy(model.head)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = x.clone()
+        for layer in self.layers:
+            x = x + layer(x)
+        return {"logits": self.classify(x)}
+
+
+def test_a_port_is_paired_by_its_weights() -> None:
+    model = Mixers()
+    port = PortOfMixers(model)
+
+    found = compare_models(model, port, X)
+
+    assert found.first is None
+    assert found.names["head"] == "classify"
+    assert found.names["blocks.*.qkv"] == "layers.*.{query,key,value}"
+    assert found.names["blocks.*.out"] == "layers.*.proj"
+    assert found.names["blocks.*.norm"] == "layers.*.ln"
+    (row,) = found["blocks.1.qkv"]
+    assert (row.other_name, row.paired) == ("layers.1.{query,key,value}", "weights")
+    assert "blocks.*" in " ".join(found.names)
+    assert "blocks.0 Mixer: it gives something else in the second" in "\n".join(found.not_judged)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda p: setattr(p.layers[1], "scale", 0.9), "blocks.1"),
+        (lambda p: setattr(p.layers[2].ln, "eps", 0.1), "blocks.2.norm"),
+        (lambda p: p.layers[1].proj.bias.data.zero_(), "blocks.1.out"),
+        (lambda p: p.layers[0].key.bias.data.zero_(), "blocks.0.qkv"),
+        (lambda p: p.classify.weight.data.mul_(0.9), "head"),
+    ],
+)
+def test_a_wrong_detail_of_a_port_is_named_at_its_layer(change: Any, name: str) -> None:
+    model = Mixers()
+    port = PortOfMixers(model)
+    change(port)
+
+    found = compare_models(model, port, X)
+
+    assert found.first.name == name, str(found)
+    assert compare_models(model, port, X, names=found.names).first.name == name
+
+
+def test_the_gradients_of_a_port_are_compared() -> None:
+    model = Mixers()
+
+    found = compare_models(model, PortOfMixers(model), X, grads=True)
+
+    assert found.first is None
+    assert {r.name for r in found if r.what == "param_grad"} >= {"blocks.1.out.weight", "head.bias"}
+
+
+def test_equal_initial_values_are_no_pair() -> None:
+    a = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
+    b = nn.ModuleDict({"last": nn.LayerNorm(4), "fc": a[1], "first": nn.LayerNorm(4)})
+    b.forward = lambda x: b["last"](b["fc"](b["first"](x)))
+
+    assert compare_models(a, b, X).names == {"0": "first", "1": "fc", "2": "last"}
+
+
+def test_channels_may_be_first_or_last_and_rows_of_a_batch_in_one_axis() -> None:
+    conv, fc = nn.Conv2d(3, 6, 2), nn.Linear(6, 2)
+    a = nn.Sequential(conv, Gives(lambda x: x.flatten(2).mT), fc)
+
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Linear(12, 6), nn.Linear(6, 2)
+            self.embed.weight.data = conv.weight.data.flatten(1)
+            self.embed.bias.data, self.head.weight.data = conv.bias.data, fc.weight.data
+            self.head.bias.data = fc.bias.data
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = nn.functional.unfold(x, 2).mT
+            return self.head(self.embed(x).flatten(0, 1)).unflatten(0, (2, -1))
+
+    found = compare_models(a, Other(), torch.randn(2, 3, 5, 4))
+
+    assert found.first is None
+    assert [r.other_name for r in found] == ["embed", "head", ""]
+
+
+@pytest.mark.parametrize(
+    ("names", "name", "pair"),
+    [
+        ({"h.*.fc": "l.*.mlp.fc"}, "h.3.fc.norm", "l.3.mlp.fc.norm"),
+        ({"h.*": "l.*", "h.*.fc": "l.*.mlp"}, "h.3.fc", "l.3.mlp"),
+        ({"h.*": "l.*", "h.0": "first"}, "h.0.fc", "first.fc"),
+        ({"**.fc?": "**.linear?"}, "a.b.fc2", "a.b.linear2"),
+        ({"**.fc?": "**.linear?"}, "fc2", "linear2"),
+        ({"h.[0-2].fc": "l.[0-2].fc"}, "h.2.fc", "l.2.fc"),
+        ({"h.[0-2].fc": "l.[0-2].fc"}, "h.3.fc", "h.3.fc"),
+        ({"h.*.{q,k}": "l.*.{query,key}"}, "h.1.k", "l.1.key"),
+        ({"h.*.qkv": "l.*.{q,k,v}"}, "h.1.qkv", "l.1.{q,k,v}"),
+        ({"": "model"}, "head", "model.head"),
+        ({"model": ""}, "model.head", "head"),
+    ],
+)
+def test_names_speak_the_language_of_select(names: Any, name: str, pair: str) -> None:
+    assert braced(Names(names).pair(name).b) == pair
+
+
 # -- gradients ------------------------------------------------------------------------------------
 
 
@@ -575,6 +837,9 @@ VMAPPED = Net(lambda m, x: torch.vmap(m.a)(x))
                 ({"4": 5}, "is no text"),
             )
         ),
+        (lambda m: compare_models(m, m, X, names={"8": "0"}), SelectionError, 'has "8" in the fi'),
+        (lambda m: compare_models(m, m, X, names={"0": "8"}), SelectionError, 'has "8" in the sec'),
+        (lambda m: compare_models(m, m, X, isolate=True), OptionError, "isolate= is gone"),
         (lambda m: compare_models(m, m.to("meta"), X), ArgumentError, "without values"),
         (lambda m: compare_models(m, scripted(m), X), HookError, "TorchScript runs no Python"),
         (lambda m: compare_models(m, "no.safetensors", X), OptionError, "cannot be read"),

@@ -96,6 +96,11 @@ def compare_models(
     >>> compare_models(net, other, x).first.name
     '2'
     """
+    if "isolate" in kwargs:
+        raise OptionError(
+            f"{WHO}: isolate= is gone. `.first` is the first layer that differs though its inputs "
+            "agree, and each row has the `input_error` beside its `rel_error`."
+        )
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None:
             check_number(WHO, name, value, 0)
@@ -112,6 +117,7 @@ def compare_models(
     one, other, given = _checked("first", a), _checked("second", b), Inputs(inputs, kwargs)
     first, second = (x if isinstance(x, Side) else Side() for x in (one, other))
     used = (loss or sum_of_outputs) if grads else None
+    rules.check(_every_name(one), _every_name(other))
     selected = modules is not None or (first.saved and not second.saved)
     if isinstance(one, nn.Module):
         first.modules, first.paths = _chosen(one, modules)
@@ -198,6 +204,14 @@ def _partners(model: nn.Module, first: Side, rules: Names, selected: bool) -> di
     if selected and len(found) == len(named):
         return {name: m for name, (_, m) in found.items() if can_run(m)}
     return every | {name: m for name, (_, m) in found.items() if can_run(m)}
+
+
+def _every_name(x: nn.Module | Side) -> list[str]:
+    """Return the names of all modules; of a file also those around the modules that it has."""
+    if isinstance(x, nn.Module):
+        return [name for name, *_ in walk(x)]
+    keys = [name.split(".") for name in x.types]
+    return [*dict.fromkeys(".".join(k[:n]) for k in keys for n in range(len(k) + 1))]
 
 
 def _listed(side: Side) -> str:

@@ -24,7 +24,7 @@ from hookkit.inspection.differences import (
     root_mean_square,
 )
 from hookkit.inspection.first_difference import Call
-from hookkit.inspection.pairing import Pair, braced, feature_order, main_pair, names_of
+from hookkit.inspection.pairing import Pair, braced, feature_orders, main_pair, names_of
 from hookkit.inspection.sides import Key, Side
 
 _AMPLIFIES = 8  # an output's error that is below so many times that of the inputs comes from them
@@ -127,11 +127,15 @@ class RowMaker:
         parts = [self._meant(side.values[call], key.what, pair) for call in calls]
         if len(parts) == 1:
             return parts[0]
-        tensors = [t for found in parts for _, t in found[:1] if isinstance(t, Tensor)]
-        shapes = {t.shape[:1] + t.shape[2:] for t in tensors}
-        dim = 1 if len(shapes) == 1 and tensors[0].ndim > 3 else -1  # of a convolution, else last
-        fits = len({t.movedim(dim, -1).shape[:-1] for t in tensors}) == 1
-        return [("", torch.cat(tensors, dim))] if fits else []
+        joined: Parts = []
+        for path, t in parts[0]:
+            tensors: list[Any] = [dict(found).get(path) for found in parts]
+            if all(isinstance(t, Tensor) for t in tensors):
+                # features are the rows of a weight, channels of a grid, else the last axis
+                dim = 0 if key.what == "param_grad" else 1 if t.ndim > 3 else -1
+                fits = len({t.movedim(dim, -1).shape[:-1] for t in tensors}) == 1
+                joined += [(path, torch.cat(tensors, dim))] if fits else []
+        return joined
 
     def _meant(self, parts: Parts, what: str, pair: Pair) -> Parts:
         """Return those of `parts` that are compared: the selected ones; beside a file, tensors."""
@@ -215,11 +219,13 @@ class RowMaker:
         best = nearest(iter(ways))
         if best is None or not best.n_different or self.has_file:
             return best
-        order = feature_order(self.first, self.second, pair)
-        if order is None:
-            return best
-        dims = [(way, d) for way in ways for d in range(way.ndim) if way.shape[d] == len(order)]
-        permuted = nearest(way.index_select(d, order.to(way.device)) for way, d in dims)
+        permuted = nearest(
+            way.index_select(dim, order.to(way.device))
+            for order in feature_orders(self.first, self.second, pair)
+            for way in ways
+            for dim in range(way.ndim)
+            if way.shape[dim] == len(order)
+        )
         return min(best, permuted or best, key=lambda d: (d.n_different, d.rel_error))
 
     def _compare_inputs(self, call: Call, pair: Pair, called: bool) -> None:
@@ -296,17 +302,17 @@ class RowMaker:
     ) -> bool:
         """Return whether a module of a port gives something else, and what comes of it is the same.
 
-        A residual, a norm or a scale may be inside a module here and outside of it there. The
-        module around the call agrees then; or what runs next does, and something later differs by
-        itself.
+        A residual, a norm or a scale may be inside a module here and outside of it there. Nothing
+        that runs later is given another input then, and the module around agrees; or something
+        differs by itself before that.
         """
         outer = next((c for c in self.first.tree.around(call) if c in inside), None)
-        if outer is None or outer not in errors:
-            return outer is not None
+        if outer is None:
+            return False
         order = inside[outer]
-        own = [order.index(c) for c in (call, *inside[call])]
-        later = list(takewhile(lambda c: c not in self.inputs_differ, order[max(own) + 1 :]))
-        return any(c in makers for c in later)
+        rest = order[max(order.index(c) for c in (call, *inside[call])) + 1 :]
+        later = [*takewhile(lambda c: c not in self.inputs_differ, rest)]
+        return any(c in makers for c in later) or (outer not in errors and later == rest)
 
     def _leave_out(self, call: Call) -> None:
         label = next(row.label for key, row in self.rows if key == Key("output", call))

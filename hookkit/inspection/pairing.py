@@ -8,7 +8,7 @@ its parts'. Vectors say less (many are all ones), so only layers without a matri
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain, combinations, product
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hookkit._core.globs import compile_glob, expand
+from hookkit._core.messages import no_such
 from hookkit._core.pytree import Parts
 from hookkit.errors import OptionError
 from hookkit.inspection.differences import dense
@@ -89,6 +90,17 @@ class Names:
                     a, b = (tuple(_filled(p, texts, rest) for p in part) for part in (olds, news))
                     return Pair(a, b, "names=")
         return Pair((name,), (name,), "name")
+
+    def check(self, first: Collection[str], second: Collection[str]) -> None:
+        """Raise if a rule names nothing in `first`, or stands for nothing in `second`."""
+        for olds, news in self._rules:
+            found = [m for old in olds for m in map(compile_glob(old).fullmatch, first) if m]
+            if not found:
+                raise no_such(f'{WHO}: names= has "{olds[0]}" in the first', olds[0], first)
+            texts = [[text or "" for text in m.groups()] for m in found]
+            made = [_filled(new, text, []) for text in texts for new in news]
+            if not {*made} & {*second}:
+                raise no_such(f'{WHO}: names= has "{made[0]}" in the second', made[0], second)
 
 
 def n_wildcards(pattern: str) -> int:
@@ -295,6 +307,9 @@ class _Pairing:
         return main_pair(self.a.output(x), self.b.output(y)) is not None
 
     def by_fused_weights(self) -> None:
+        def size(side: _Modules, n: str) -> int:
+            return sum(t.numel() for _, t in side.output(n) if isinstance(t, Tensor))
+
         for one, other, swapped in ((self.a, self.b, False), (self.b, self.a, True)):
             fused, parts = self.left()[::-1] if swapped else self.left()
             fused = [n for n in fused if n not in one.holders]
@@ -305,7 +320,9 @@ class _Pairing:
             tuples = [c for g in groups.values() for k in (2, 3, 4) for c in combinations(g, k)]
             sums = {_sum(map(other.signature, names)): names for names in tuples}
             for n in fused:
-                if names := sums.pop(one.signature(n), None):
+                if (names := sums.pop(one.signature(n), None)) and size(one, n) == sum(
+                    size(other, m) for m in names
+                ):
                     a, b = (names, (n,)) if swapped else ((n,), names)
                     self.put(a, b, "weights")
 
@@ -412,20 +429,21 @@ def _sum(parts: Any) -> Signature:
     return one, two
 
 
-def feature_order(first: Side, second: Side, pair: Pair) -> Tensor | None:
-    """Return for each feature that `pair.a` give its place in what `pair.b` give.
+def feature_orders(first: Side, second: Side, pair: Pair) -> list[Tensor]:
+    """Return the orders in which `pair.b` may have the features that `pair.a` take and give.
 
-    It is read from the rows of their weights: a port may have the rows of a matrix in another
-    order, as for rotary embeddings. None if the order is the same, or cannot be read.
+    They are read from the rows and columns of the weights: a port may have those of a matrix in
+    another order, as for rotary embeddings. Each is the place in the second of each in the first.
     """
+    orders = []
     for x, y in product(_rows(first, pair.a), _rows(second, pair.b)):
         if len(x) == len(y):
             low = min(x.dtype, y.dtype, key=lambda d: d.itemsize)
             places = {s: i for i, s in enumerate(signatures(y, low))}
             found = [places.get(s, -1) for s in signatures(x, low)]
-            if sorted(found) == [*range(len(x))]:
-                return None if found == sorted(found) else torch.tensor(found)
-    return None
+            if found != sorted(found) == [*range(len(x))]:
+                orders.append(torch.tensor(found))
+    return orders
 
 
 def _rows(side: Side, names: tuple[str, ...]) -> Iterator[Tensor]:
