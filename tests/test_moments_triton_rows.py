@@ -41,7 +41,7 @@ def test_one_read_equals_the_reference(device: str, dtype: torch.dtype, mean: fl
     x[7], x[11], x[13] = float("nan"), float("inf"), 0.0
 
     sums = triton_rows.sums_of(x[:3000], 0.05)
-    both = triton_rows.joined(sums, triton_rows.sums_of(x[3000:], 0.05))
+    both = triton_rows.merge_sums(sums, triton_rows.sums_of(x[3000:], 0.05))
 
     got, want = triton_rows.collapse(both[None])[0].cpu(), moments(to_widest_float(x), 0.05).cpu()
     assert got[0] == 2

@@ -361,14 +361,14 @@ class RunningStats:
 
 def _merged(a: Entry, b: Entry) -> Entry:
     """Return two calls of a layer, or two batches, as one."""
-    counts = _joined(a.counts, b.counts, add)
+    counts = _combined(a.counts, b.counts, add)
     counts = counts[:_MOST_SAMPLES] if isinstance(counts, list) else counts
-    row, full = _joined(a.row, b.row, _merged_rows), _joined(a.full, b.full, add)
+    row, full = _combined(a.row, b.row, _merged_rows), _combined(a.full, b.full, add)
     alive = units.either(a.alive, b.alive)
     return Entry(row, a.small + b.small, counts, alive, full, a.given + b.given)
 
 
-def _joined(a: Any, b: Any, join: Callable[[Any, Any], Any]) -> Any:
+def _combined(a: Any, b: Any, join: Callable[[Any, Any], Any]) -> Any:
     return b if a is None else a if b is None else join(a, b)
 
 
@@ -376,7 +376,9 @@ def _merged_rows(a: Any, b: Any) -> Any:
     if isinstance(a, tuple):
         return merge(a, b)
     b = b.to(a.device)  # DataParallel's replicas are on several
-    return triton_rows.joined(a, b) if a.ndim == 2 else torch.stack(merge(a.unbind(), b.unbind()))
+    return (
+        triton_rows.merge_sums(a, b) if a.ndim == 2 else torch.stack(merge(a.unbind(), b.unbind()))
+    )
 
 
 def _numbers(

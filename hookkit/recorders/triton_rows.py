@@ -96,7 +96,7 @@ def sums_of(x: Tensor, eps: float) -> Tensor:
     return sums
 
 
-def joined(a: Tensor, b: Tensor) -> Tensor:
+def merge_sums(a: Tensor, b: Tensor) -> Tensor:
     """Return the sums of two tensors together."""
     total = a + b
     total[:, 4], total[:, 5] = torch.minimum(a[:, 4], b[:, 4]), torch.maximum(a[:, 5], b[:, 5])

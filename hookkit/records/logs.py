@@ -86,7 +86,7 @@ def _chosen(what: str, names: Any, run: Any, known: list[str]) -> list[str] | No
     """Return the user's names as a list, None for all; an OptionError if one is not recorded."""
     if names is None:
         return None
-    chosen, empty = listed(names), not all(len(record) for record in run.records)
+    chosen, empty = name_list(names), not all(len(record) for record in run.records)
     for name in chosen if known and not empty else ():
         if not any(_matches(each, name) for each in known):
             near = nearest_text(name, dict.fromkeys(known))
@@ -94,7 +94,7 @@ def _chosen(what: str, names: Any, run: Any, known: list[str]) -> list[str] | No
     return chosen
 
 
-def listed(names: Any) -> list[str]:
+def name_list(names: Any) -> list[str]:
     """Return one name, several or None as a list."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         names = [] if names is None else [names]

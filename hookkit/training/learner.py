@@ -46,9 +46,9 @@ from hookkit.training.groups import (
     spread,
     trainable_params,
 )
-from hookkit.training.loop import Loop, instances, listed, no_attribute
+from hookkit.training.loop import Loop, callback_list, instances, no_attribute
 from hookkit.training.lr_finder import SuggestedLRs, find_lr
-from hookkit.training.predicting import Keep, joined, loader_of
+from hookkit.training.predicting import Keep, concat_batches, loader_of
 
 if TYPE_CHECKING:
     from hookkit.inspection.fastai_layout import SummaryText
@@ -226,7 +226,7 @@ class Learner(Loop, Reportable):
         """
         lr = self.lr if lr_max is None else lr_max
         schedule = SchedulerCallback(one_cycle(lr, div, div_final, pct_start, moms))
-        self.fit(n_epoch, lr, wd, [schedule, *listed(cbs)], reset_opt, start_epoch)
+        self.fit(n_epoch, lr, wd, [schedule, *callback_list(cbs)], reset_opt, start_epoch)
 
     def lr_find(
         self,
@@ -615,12 +615,12 @@ class Learner(Loop, Reportable):
             RuntimeError, ValueError: batches of different kinds.
         """
         dl, keep = loader_of(self, ds_idx, dl, "get_preds"), Keep(with_input, with_loss)
-        with self._pass_under_way([keep, *listed(cbs)]):
+        with self._pass_under_way([keep, *callback_list(cbs)]):
             self._do_epoch_validate(dl)
         self._past = [cb for cb in self._past if cb is not keep]  # or its tensors would live on
         if not keep.batches:
             raise ModelRunError(no_batches("get_preds: the loader"))
-        return tuple(joined(list(part)) for part in zip(*keep.batches, strict=True))
+        return tuple(concat_batches(list(part)) for part in zip(*keep.batches, strict=True))
 
     def predict(self, item: Any) -> Any:
         """Return the model's output for one sample, on the CPU and without a batch dimension.

@@ -120,7 +120,7 @@ class Loop:
 
     def _chosen(self, cbs: Any) -> list[Callback]:
         """Return the callbacks that `cbs` names: by themselves, or by their class."""
-        several = listed(cbs)
+        several = callback_list(cbs)
         kinds = tuple(cb for cb in several if isinstance(cb, type))
         return [c for c in self.cbs if isinstance(c, kinds) or any(c is cb for cb in several)]
 
@@ -387,7 +387,7 @@ class Loop:
         }
 
 
-def listed(cbs: Any) -> list[Any]:
+def callback_list(cbs: Any) -> list[Any]:
     """Return one callback (instance or class), several or None as a list.
 
     Raises:
@@ -412,8 +412,8 @@ def listed(cbs: Any) -> list[Any]:
 
 
 def instances(cbs: Any) -> list[Callback]:
-    """Return `listed` callbacks, of each class an instance."""
-    return [cb() if isinstance(cb, type) else cb for cb in listed(cbs)]
+    """Return `callback_list` callbacks, of each class an instance."""
+    return [cb() if isinstance(cb, type) else cb for cb in callback_list(cbs)]
 
 
 def no_attribute(obj: Any, name: str, who: str) -> AttributeError:

@@ -58,7 +58,7 @@ def _losses(learn: Any) -> Any:
     return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
 
 
-def joined(batches: list[Any]) -> Any:
+def concat_batches(batches: list[Any]) -> Any:
     """Join structures of one kind: tensors by rows, scalars stacked, lists one after another.
 
     The items of lists without tensors (names of files), and of lists of dicts, are samples. A
@@ -66,7 +66,7 @@ def joined(batches: list[Any]) -> Any:
     batch's own. Raises torch's error, or a ValueError, for batches of other kinds.
 
     >>> import torch
-    >>> joined([(torch.ones(2, 3), ["a", "b"]), (torch.ones(1, 3), ["c"])])[1]
+    >>> concat_batches([(torch.ones(2, 3), ["a", "b"]), (torch.ones(1, 3), ["c"])])[1]
     ['a', 'b', 'c']
     """
     first = batches[0]
@@ -80,7 +80,7 @@ def joined(batches: list[Any]) -> Any:
     parts = [dict(tree_children(batch)) for batch in batches]
     if other := next((p for p in parts if p.keys() != parts[0].keys()), None):
         raise ValueError(f"a batch has {list(other)}, and the first one {list(parts[0])}")
-    return tree_rebuild(first, [joined([p[step] for p in parts]) for step in parts[0]])
+    return tree_rebuild(first, [concat_batches([p[step] for p in parts]) for step in parts[0]])
 
 
 def loader_of(learn: Any, ds_idx: int, dl: Any, who: str) -> Any:
