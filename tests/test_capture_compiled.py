@@ -18,7 +18,15 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 import hookkit.hooks.eager as eager
 from hookkit.edits import edit_grad, edit_input, edit_output, zero
 from hookkit.edits.swapping import Catcher, swap
-from hookkit.hooks import Hook, hook_all, hook_input, hook_inputs, hook_output, hook_outputs
+from hookkit.hooks import (
+    Hook,
+    hook_all,
+    hook_function,
+    hook_input,
+    hook_inputs,
+    hook_output,
+    hook_outputs,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -64,6 +72,7 @@ BLOCKS: dict[str, Callable[[Net], Any]] = {
     "edit": lambda net: edit_output(net.b, lambda m, i, o: o.clone()),
     "edit input": lambda net: edit_input(net.b, lambda m, i: i[0].clone()),
     "edit gradient": lambda net: edit_grad(net.b, lambda m, g: g.clone()),
+    "function": lambda net: hook_function(torch.relu, within=net),
     "swap": lambda net: swap(net, {"b": Catcher}),
     "everywhere": lambda net: hook_all(lambda *seen: None),
 }

