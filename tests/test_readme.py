@@ -9,6 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+import hookkit
+from hookkit import Fingerprint, ParamStats, watch
 
 pytestmark = pytest.mark.slow
 
@@ -62,3 +67,31 @@ def test_every_link_to_a_file_leads_somewhere() -> None:
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", README.read_text())
 
     assert [link for link in links if not (README.parent / link).exists()] == []
+
+
+def calls_of_the_problems() -> list[str]:
+    """The calls in the table of problems."""
+    table = README.read_text().split("| you say | you write |")[1].split("\n\n")[0]
+    spans = [span for row in table.splitlines()[2:] for span in re.findall(r"`([^`]+)`", row)]
+    return [span for span in spans if "(" in span and "…" not in span]
+
+
+@pytest.mark.parametrize("call", calls_of_the_problems())
+def test_each_problem_is_answered_by_its_call(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.Sequential(nn.Embedding(9, 32), nn.TransformerEncoder(block, 2), nn.Linear(32, 9))
+    ids, opt = torch.randint(9, (2, 12)), torch.optim.Adam(model.eval().parameters())
+    for file in ("a.fp", "b.fp"):
+        with watch(model, opt, Fingerprint(file), ParamStats()) as w:
+            model.train()(ids).mean().backward()
+            opt.step()
+    names = {**vars(hookkit), "nn": nn, "model": model.eval(), "reference": model, "ids": ids}
+
+    with contextlib.closing(io.StringIO()) as writer:
+        result = eval(call, {**names, "opt": opt, "w": w, "writer": writer})
+
+    assert call == "find_nonfinite(model, ids)" or result is not None
