@@ -28,9 +28,10 @@ const PAGES = {
 const element = { textContent: "", appendChild() {}, querySelector: () => null };
 const page = {
   console, URLSearchParams, DOMParser: class {}, localStorage: { getItem() {}, setItem() {} },
-  window: { location: {} }, Documentation: {}, DOCUMENTATION_OPTIONS: {}, _ready() {},
-  document: { ...element, createElement: () => element, addEventListener() {}, documentElement: { dataset: {} } },
+  location: {}, Documentation: {}, DOCUMENTATION_OPTIONS: {}, SPHINX_HIGHLIGHT_ENABLED: false, _ready() {}, _: (text) => text,
+  document: { ...element, getElementById: () => element, createElement: () => element, addEventListener() {}, documentElement: { dataset: {} } },
 };
+page.window = page;
 vm.createContext(page);
 for (const file of ["_static/language_data.js", "_static/searchtools.js", "searchindex.js"])
   vm.runInContext(fs.readFileSync(`${HTML}/${file}`, "utf8"), page);

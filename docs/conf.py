@@ -72,6 +72,7 @@ toc_object_entries_show_parents = "hide"  # `fit`, not `Learner.fit`: there is a
 html_theme = "pydata_sphinx_theme"
 html_title = "hookkit"  # the menu beside it has the version
 html_static_path = ["_static"]
+html_extra_path = ["llms.txt"]
 html_css_files = ["site.css"]
 html_sidebars = {page: [] for page in ("index", "start", "questions")}  # nothing is below them
 html_show_sourcelink = False

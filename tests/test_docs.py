@@ -95,6 +95,16 @@ def test_every_page_is_in_a_list_of_pages() -> None:
     assert {p for p in PAGES if p not in listed} == {"index.md"}
 
 
+def test_the_map_for_programs_has_every_page_for_users_once() -> None:
+    text = (DOCS / "llms.txt").read_text()
+    linked = re.findall(r"\]\((\S+?)\.html\)", text)
+    users = {p[:-3] for p in PAGES if p.split("/")[0] in ("how-to", "understand", "coming-from")}
+
+    assert [page for page in linked if not (DOCS / f"{page}.md").exists()] == []
+    assert len(linked) == len(set(linked))
+    assert {p for p in users - set(linked) if not p.endswith("index")} == set()
+
+
 def test_the_version_menu_begins_with_this_version() -> None:
     newest = json.loads((DOCS / "_static" / "versions.json").read_text())[0]
 
