@@ -257,6 +257,17 @@ def test_the_function_of_a_backward_agrees_with_anomaly_detection(
             assert named in [row.function.replace("_", "") for row in found]  # it waits for NaN
 
 
+def test_a_value_that_the_forward_hides_is_named_if_the_backward_shows_it() -> None:
+    def attention(x: Tensor) -> Tensor:
+        q = torch.log(x)  # bad
+        return x * F.scaled_dot_product_attention(*(t.view(1, 1, 2, 4) for t in (q, x, x)))[0, 0]
+
+    found = find_nonfinite(around(Lambda(attention)), X, backward=True)
+
+    assert found.first is not None
+    assert (found.first.function, found.first.backward) == ("log", False)
+
+
 def test_gradients_that_overflow_in_a_sum_are_named() -> None:
     def twice(x: Tensor) -> Tensor:
         y = x.mul(0.1)

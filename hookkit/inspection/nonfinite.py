@@ -304,7 +304,11 @@ def search(
                 "parameters may be frozen, or the forward may run in torch.no_grad()."
             )
         leaves = [t for t in [*root.parameters(), *tree_leaves(inputs)] if t.requires_grad]
-        return NonFinite(tuple(nodes.run(leaves, ends)), (), True)
+        found = nodes.run(leaves, ends)
+        # a kernel may hide NaN that it is given (fused attention does), and make it in its backward
+        hidden = functions.hidden.get(next(iter(found), None), [])
+        rows = functions.path_to(hidden) if hidden else []
+        return NonFinite((*rows, *found.values()), (), True)
 
 
 def is_bad(t: Tensor) -> bool:
@@ -370,6 +374,8 @@ class _Functions(TorchFunctionMode):
     Attributes:
         made: by the memory of the bad tensors.
         last: the last that is no mask, or None.
+        hidden: what is bad and no mask in the inputs of a call whose result is finite, by the
+            autograd node of the result.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -377,6 +383,7 @@ class _Functions(TorchFunctionMode):
         self.modules = {id(m): (name, class_name(m)) for name, m, first in walk(root) if first}
         self.made = dict[Any, _Made]()
         self.last: _Made | None = None
+        self.hidden = dict[Any, list[Tensor]]()
         self._names = dict[Any, str]()  # of the tensors from before the run, by their memory
         for kind, tensors in ("parameter", root.named_parameters), ("buffer", root.named_buffers):
             for name, t in tensors():
@@ -399,6 +406,8 @@ class _Functions(TorchFunctionMode):
         if not inplace:  # a view of a bad tensor is no new one
             views = {storage_of(t)[0] for t in bad_given}
             bad = [t for t in bad if storage_of(t)[0] not in views]
+        if not bad and (hidden := [t for t in bad_given if not self._maker(t).is_mask]):
+            self.hidden.update((t.grad_fn, hidden) for t in tree_leaves(out) if t.grad_fn)
         if bad:
             running = (self.modules[id(m)] for m in running_modules() if id(m) in self.modules)
             constants = [str(x) for x in _numbers(args, kwargs) if not math.isfinite(x)]
@@ -511,7 +520,7 @@ class _Nodes:
                 file, line, code = found[1], int(found[2]), found[3].strip()
         return NonFiniteCall(name, kind, words, True, file, line, code, made, given, finite)
 
-    def run(self, leaves: list[Tensor], ends: list[Any]) -> list[NonFiniteCall]:
+    def run(self, leaves: list[Tensor], ends: list[Any]) -> dict[Any, NonFiniteCall]:
         """Run the backward; return the nodes that made what is bad in the gradients of `leaves`.
 
         Args:
@@ -546,11 +555,11 @@ class _Nodes:
             }
             if not givers and node in ended:
                 what = "the loss, outside of the model"
-                return [NonFiniteCall("", "", what, True, given=f"outputs {_words(tensors)}")]
+                return {node: NonFiniteCall("", "", what, True, given=f"outputs {_words(tensors)}")}
             if not givers:  # each gradient that the node got is finite
                 self.rows[node] = self._row(node, "an overflow", "gradients whose sum it is")
             known = {user for user in givers if user in self.rows and self.rows[user].inputs_finite}
             todo += givers - reached - known
             reached |= givers
         ran = dict.fromkeys([*self.bad, *self.rows])
-        return [self.rows[node] for node in ran if node in reached and node in self.rows]
+        return {n: self.rows[n] for n in ran if n in reached and n in self.rows}
