@@ -165,7 +165,8 @@ def find_nonfinite(
         ArgumentError: `model` is no module; there is no backward, since no output needs one, or it
             goes through a checkpoint with `use_reentrant=True`, which hides its graph.
 
-    Cost: each tensor is read, and waited for; on a CPU some five forwards.
+    Cost: each tensor is read several times, and waited for; on a CPU about 15 forwards, with the
+    backward 25.
 
     >>> class Root(nn.Module):
     ...     def forward(self, x):

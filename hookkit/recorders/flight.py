@@ -53,7 +53,8 @@ class FlightRecorder(HookCallback):
 
     Before the weights change, the batch of an incident is run again, with the same random numbers,
     and the report names the function and the line that made it (see `find_nonfinite`). The run is
-    left as it was. If the second run does not repeat the incident, the report says so.
+    left as it was. If the second run does not repeat the incident, the report says so. A model that
+    draws from NumPy's generator is repeated with `save=` only, since keeping its state is slow.
 
     It costs one read of each output and of each gradient, every step: a few per cent of the step of
     a large model, and more than the step itself of a tiny one (see `benchmarks/TABLE.md`). Until
@@ -155,7 +156,8 @@ class FlightRecorder(HookCallback):
         if not isinstance(root := unwrap(self.learn.model), torch.jit.ScriptModule):
             hooks.attach_input_stats(root, memory.names.index(_INPUT))
             if self._waits or self.on_nonfinite == "skip":
-                self._calls = ModelCalls(getattr(self.learn, "outer_model", self.learn.model))
+                outer = getattr(self.learn, "outer_model", self.learn.model)
+                self._calls = ModelCalls(outer, for_file=self.save is not None)
                 self._calls.attach(self._switch)
 
     def _remove(self) -> None:

@@ -25,6 +25,7 @@ from hookkit._core.checks import check_module, check_path
 from hookkit._core.files import atomic_write
 from hookkit._core.modules import can_run, find, unwrap, walk, wrappers
 from hookkit._core.pytree import Inputs, tree_leaves, tree_map
+from hookkit._core.random_state import random_states
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.hooks.attach import Switch, attach, remove_all
 from hookkit.hooks.calls import call_kind
@@ -40,14 +41,15 @@ class ModelCalls:
 
     Args:
         outer: the model, in its wrappers.
+        for_file: also keep the state of NumPy's generator, which takes longer than all the rest.
 
     Attributes:
         calls: as they were made, the first 64.
         n_calls: how many were made.
     """
 
-    def __init__(self, outer: nn.Module) -> None:
-        self.outer, self.root = outer, unwrap(outer)
+    def __init__(self, outer: nn.Module, for_file: bool) -> None:
+        self.outer, self.root, self.for_file = outer, unwrap(outer), for_file
         self._params, self._thread = [*self.root.parameters()], get_ident()
         self._handles, self._on_parts = list[RemovableHandle](), list[RemovableHandle]()
         self.clear()
@@ -87,7 +89,8 @@ class ModelCalls:
             self._weights = sum(map(_n_writes, self._params))
         self.n_calls += 1
         if self.n_calls <= _MOST:
-            self.calls.append(ModelCall(name, Inputs(args, kwargs)))
+            states = random_states(with_numpy=self.for_file)
+            self.calls.append(ModelCall(name, Inputs(args, kwargs), states))
             self._inputs += map(_n_writes, tree_leaves((args, kwargs)))
 
     def _after(self, m: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
