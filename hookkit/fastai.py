@@ -230,8 +230,7 @@ def model_sizes(
 
     Args:
         m: a model. A layer without children gives its own output's size.
-        size: of a made-up input beside batch and channels, 64 in each dimension by default.
-        x: an example input instead; a tuple is several inputs.
+        size, x: as for `dummy_eval`.
 
     Returns:
         A `torch.Size` for each child, of its last call; for one that returns a structure, the same
@@ -265,9 +264,7 @@ def num_features_model(
     Give a net that returns images with their channels last without its last permute.
 
     Args:
-        m: a model.
-        size: of a made-up input beside batch and channels, 64 in each dimension by default.
-        x: an example input instead; a tuple is several inputs.
+        m, size, x: as for `dummy_eval`.
 
     Returns:
         The size of dimension 1 of an output with four or more dimensions, such as a batch of

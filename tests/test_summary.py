@@ -289,24 +289,6 @@ def test_inputs_of_any_structure_and_names_like_options() -> None:
     )
 
 
-def test_a_model_that_differentiates_by_torch_func_runs_without_saved_bytes() -> None:
-    class Physics(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.f = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.func.vmap(torch.func.jacrev(self.f))(x)
-
-    s = summary(Physics(), torch.ones(5, 2))
-
-    assert (s.run, s.output) == ("real", "5×1×2 float32")
-    assert s.notes == (
-        "torch.func runs in the forward: saved bytes are unknown, and left out of the sums.",
-    )
-    assert s.macs
-
-
 def test_lazy_parameters_that_require_grad_are_not_frozen() -> None:
     lazy = nn.Sequential(nn.LazyLinear(3))
 
@@ -331,6 +313,17 @@ def test_a_failing_layer_is_named_with_what_it_got_under_the_models_own_error() 
     assert "0      Linear      2×8         40  ✓" in note
     assert "got 2×8, is Linear(in_features=9, out_features=4, bias=True)" in note
     assert n_hooks(net) == 0
+
+
+def test_a_model_that_differentiates_by_torch_func_gets_the_cure() -> None:
+    class Physics(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.vmap(torch.func.jacrev(super().forward))(x)
+
+    with pytest.raises(RuntimeError, match="saved tensor hooks") as e:
+        summary(Physics(2, 1), torch.ones(5, 2))
+
+    assert "Give summary the module that is differentiated" in e.value.__notes__[0]
 
 
 def test_an_error_outside_every_layer_marks_the_model() -> None:

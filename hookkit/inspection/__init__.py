@@ -4,8 +4,8 @@ One run
     preserve         A block in which a model runs, and which puts it back.
     tree             `Tree`: a model read once: its places, modules, parameters and buffers.
     macs             Multiply-accumulates of the operations that PyTorch runs.
-    tracer, tracing  What is seen of a run: calls, shapes, multiply-accumulates, saved tensors.
-    fake_run         A run on fake tensors, of which none stays behind.
+    tracer           `Tracer`: calls, shapes, multiply-accumulates, saved tensors of a run.
+    tracing          `trace`: a run with it, on real or fake tensors, inside `preserve_state`.
 A model at a glance
     summary_rows     `Row`: what each module owns, in the order of execution, counted once.
     summary_drawing  Rows as text that fits the terminal, and as HTML that folds.

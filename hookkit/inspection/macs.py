@@ -17,7 +17,6 @@ from functools import cache
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
@@ -44,14 +43,14 @@ _OWN = ("aten", "prims", "prim", "_c10d_functional", "c10d", "profiler", "debugp
 def formula_of(func: Any) -> MacFormula | None:
     """Return the formula of an operation, also of its in-place form; None if it counts 0.
 
-    The formula is called with the operation's arguments and, as `out=`, its result. It returns None
-    where the multiply-accumulates cannot be counted.
+    The formula is called with the operation's arguments and, as `out=`, its result. It holds for
+    dense tensors, and returns None where the multiply-accumulates cannot be counted.
     """
     name = name_of(func)
     space, _, short = name.partition("::")
     known = _FORMULAS.get(name) or _FORMULAS.get(name.rstrip("_"))
     if known is not None:
-        return _of_dense(known)
+        return known
     unknown = short.startswith(_UNKNOWN) and short not in _FREE
     return _uncounted if unknown or space not in _OWN else None
 
@@ -65,17 +64,6 @@ def name_of(func: Any) -> str:
 
 def _uncounted(*_: Any, **__: Any) -> None:
     return None
-
-
-def _of_dense(formula: MacFormula) -> MacFormula:
-    """Return `formula`, made to return None for tensors that are not dense."""
-
-    def dense(*args: Any, **kwargs: Any) -> int | None:
-        if any(isinstance(x, Tensor) and x.layout is not torch.strided for x in args):
-            return None
-        return formula(*args, **kwargs)
-
-    return dense
 
 
 def _halved(flops: Callable[..., int]) -> MacFormula:

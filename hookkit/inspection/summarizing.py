@@ -26,7 +26,6 @@ from hookkit.inspection.tree import Tree, dtype_name, numel, storage_of
 
 _BATCH_OF_ONE = "Expected more than 1 value per channel when training"
 _EVALUATED = "Run in evaluation mode: in training mode BatchNorm refuses a single value a channel."
-_NO_SAVED = "torch.func runs in the forward: saved bytes are unknown, and left out of the sums."
 _NUMBER = int | float | Tensor
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -80,16 +79,6 @@ def summary(
     >>> s.n_params, s.macs, s.saved_bytes, s["2"].outputs
     (58, 240, 240, ('5×2',))
     """
-    view = _checked(model, opt, fold, depth, columns)
-    tree = Tree(model)
-    inputs = Inputs(_sized(tree, args), {**kwargs, **(model_kwargs or {})})
-    if not inputs and not inputs.kwargs:
-        return build(tree, None, opt, view)
-    return run_summary(tree, inputs, opt, view)
-
-
-def _checked(model: Any, opt: Any, fold: Any, depth: Any, columns: Any) -> dict[str, Any]:
-    """Check all arguments of `summary`; return the view."""
     if not isinstance(model, nn.Module):
         holds = isinstance(getattr(model, "model", None), nn.Module)
         hint = "It holds a model: use learn.summary(), or summary(learn.model, x)." if holds else ""
@@ -101,20 +90,18 @@ def _checked(model: Any, opt: Any, fold: Any, depth: Any, columns: Any) -> dict[
     if depth is not None:
         check_number("summary", "depth", depth, 0, whole=True)
     columns = checked_columns(columns, True) if columns is not None else None
-    return {"fold": check_flag("summary", "fold", fold), "depth": depth, "columns": columns}
-
-
-def _sized(tree: Tree, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return `(3, 224, 224)` as a float batch of one of that size; other arguments unchanged."""
-    size = args[0] if len(args) == 1 else None
-    if not isinstance(size, tuple) or not size or not all(type(n) is int for n in size):
-        return args
-    if min(size) < 1:
-        raise OptionError(f"size {tuple(size)}: sizes are whole numbers from 1")
-    floats = (p for _, p in tree.params if p.is_floating_point())
-    p = next(floats, torch.empty(0, device="cpu"))
-    x = torch.randn(1, *size, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-    return (x.to("cpu" if p.device.type == "meta" else p.device, p.dtype),)
+    view = {"fold": check_flag("summary", "fold", fold), "depth": depth, "columns": columns}
+    tree, size = Tree(model), args[0] if len(args) == 1 else None
+    if isinstance(size, tuple) and size and all(type(n) is int for n in size):
+        if min(size) < 1:
+            raise OptionError(f"size {tuple(size)}: sizes are whole numbers from 1")
+        p = next((p for _, p in tree.params if p.is_floating_point()), torch.empty(0, device="cpu"))
+        generator = torch.Generator("cpu").manual_seed(0)
+        args = (torch.randn(1, *size, generator=generator, device="cpu").to(p),)
+    inputs = Inputs(args, {**kwargs, **(model_kwargs or {})})
+    if not inputs and not inputs.kwargs:
+        return build(tree, None, opt, view)
+    return run_summary(tree, inputs, opt, view)
 
 
 def run_summary(
@@ -170,7 +157,7 @@ def build(
         run=trace.run,
         uncounted=dict(trace.uncounted),
         warnings=tuple(_warnings(tree, trace, opt)),
-        notes=notes if trace.saves else (*notes, _NO_SAVED),
+        notes=notes,
         optimizer=_read(opt) if opt is not None else None,
         failed=() if trace.error is None else trace.failed or ("",),
         view=dict(view),

@@ -53,7 +53,6 @@ class Trace:
 
     Attributes:
         run: "real", or without values: "fake" on fake tensors, "meta" for a model on meta.
-        saves: `saved` is known.
         macs, saved: multiply-accumulates and bytes saved for backward, by module.
         uncounted: operations without a formula, with how often each ran.
         unused: trainable parameters that the output does not depend on.
@@ -62,7 +61,6 @@ class Trace:
     """
 
     run: str
-    saves: bool = True
     calls: dict[str, Call] = field(default_factory=dict)
     macs: Counter[str] = field(default_factory=Counter)
     saved: Counter[str] = field(default_factory=Counter)
@@ -127,7 +125,8 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
         out, formula = func(*args, **kwargs), formula_of(func)
         if formula is None:
             return out
-        macs = formula(*args, **{**kwargs, "out": out})
+        is_dense = all(x.layout is torch.strided for x in args if isinstance(x, Tensor))
+        macs = formula(*args, **{**kwargs, "out": out}) if is_dense else None
         if macs is None:
             self.trace.uncounted[name_of(func)] += 1
         elif macs:

@@ -1,25 +1,35 @@
 """`trace`: one run of a model that changes nothing, recorded by module.
 
-Builds on `preserve_state`, `tracer`, `fake_run`. The model itself runs, for real; a run that gets
-long or large is stopped and repeated on fake tensors, which have shapes and no values.
+Builds on `preserve_state` and `tracer`. The model itself runs, for real; a run that gets long or
+large is stopped and repeated on fake tensors. PyTorch's fake tensors have a shape, a dtype and a
+device, and no values: a forward on them costs no memory and computes nothing. PyTorch makes one of
+each parameter that an operation meets; some operations on a real tensor and a number, such as
+`weight.div_(2)`, it computes for real, which `preserve_state` undoes.
+
+A forward may also store a tensor outside of its modules, such as in a global list or a cached
+function. A fake tensor that stays there would come back in every later call, so it is an error.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import GeneratorType
+from functools import partial
+from types import FrameType, GeneratorType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hookkit._core.pytree import Inputs
-from hookkit.errors import ArgumentError
-from hookkit.inspection.fake_run import may_run_fake, run_fake
+from hookkit.errors import ArgumentError, ModelRunError
+from hookkit.hooks import Hook
+from hookkit.hooks.attach import AttachedFunction
 from hookkit.inspection.preserve import copied_inputs, preserve_state, real_inputs
-from hookkit.inspection.tracer import Stopped, Trace, Tracer
+from hookkit.inspection.tracer import Saved, Stopped, Trace, Tracer
 from hookkit.inspection.tree import Tree
 
 T = TypeVar("T")
@@ -28,8 +38,16 @@ T = TypeVar("T")
 # autograd saves. Beyond them the model runs on fake tensors.
 MAX_MACS, MAX_SAVED_BYTES = 2 * 10**10, 2**30
 
-# Raised by torch.func.grad, vjp, jacrev and hessian, in torch 2.11 to 2.13, as the whole error.
-_NO_SAVED_HOOKS = "don't yet support saved tensor hooks"
+_LEFT = (
+    "{0} ran on fake tensors, which have no values, since its real run was stopped as too large, "
+    "and its forward has stored some outside of its modules, in: {1}. Calls that read them will "
+    "fail. Remove them there (from a cached function by its cache_clear()), or start a new "
+    "process; and give summary a smaller input, with which the model runs for real."
+)
+_TRANSFORMED = (
+    "hookkit: the forward differentiates by torch.func, inside which PyTorch does not tell what is "
+    "saved for backward. Give summary the module that is differentiated."
+)
 
 
 def trace(
@@ -39,7 +57,7 @@ def trace(
 
     The model's own error is stored in the trace. The run is repeated without values, on fake
     tensors, where it would take long or much memory (`MAX_MACS`, `MAX_SAVED_BYTES`) or has run out
-    of it, and the model can run so (see `may_run_fake`). A model on meta runs on meta.
+    of it, and the model can run so. A model on meta runs on meta.
 
     Args:
         tree: of the model.
@@ -48,36 +66,22 @@ def trace(
 
     Raises:
         ArgumentError: the model would wait for other processes.
+        ModelRunError: the forward has stored a fake tensor outside of the model's modules.
     """
     _refuse_waiting(tree, training)
-    is_meta = any(t.is_meta for t in tree.tensors)
-    if is_meta:
-        inputs = copied_inputs(inputs, lambda t: t.detach().to("meta"))
-
-    def run(mode: Any = None, bounded: bool = False) -> tuple[Trace, T]:
-        found = _run(tree, inputs, read, training, mode=mode, bounded=bounded)
-        if _NO_SAVED_HOOKS in str(found[0].error):
-            found = _run(tree, inputs, read, training, mode=mode, bounded=bounded, saves=False)
-        return found
-
-    if not is_meta and may_run_fake(tree):
-        try:
-            seen, result = run(bounded=True)
-            if not _is_out_of_memory(seen.error):
-                return result
-        except Stopped:
-            pass
-        fake = run_fake(tree, run)
-        if fake is not None:
-            return fake
-    return run()[1]
-
-
-def _is_out_of_memory(error: Exception | None) -> bool:
-    """Return whether an allocator raised `error`; the CPU's has no class of its own."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
+    run = partial(_run, tree, inputs, read, training)
+    if tree.is_meta or not _may_run_fake(tree):
+        return run()[1]
+    try:
+        seen, result = run(bounded=True)
+        # the CPU's allocator has no error of its own
+        is_full = isinstance(seen.error, torch.OutOfMemoryError | MemoryError)
+        if not is_full and "DefaultCPUAllocator" not in str(seen.error):
+            return result
+    except Stopped:
+        pass
+    fake = _run_fake(tree, run)
+    return run()[1] if fake is None else fake
 
 
 def _refuse_waiting(tree: Tree, training: bool | None) -> None:
@@ -103,30 +107,25 @@ def _run(
     read: Callable[[Trace], T],
     training: bool | None,
     *,
-    mode: Any,
-    bounded: bool,
-    saves: bool = True,
+    mode: Any = None,
+    bounded: bool = False,
 ) -> tuple[Trace, T]:
-    """Run once, on the fake tensors of `mode` if there is one; `Stopped` is raised if `bounded`.
-
-    Without `saves`, saved tensors are not seen: torch.func allows no hooks on them.
-    """
+    """Run once, on the fake tensors of `mode` if there is one; `Stopped` is raised if `bounded`."""
     with ExitStack() as stack:
-        # off for its own copies too, which a user's inference mode would mark
-        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.inference_mode(False))  # off before copies are made
         state = stack.enter_context(preserve_state(tree, training=training, grad=True, watch=False))
         bound = [(MAX_MACS, MAX_SAVED_BYTES)] if bounded else []
-        is_meta = any(t.is_meta for t in tree.tensors)
-        tracer = Tracer(
-            tree, state.before_write, "meta" if is_meta else "fake" if mode else "real", *bound
-        )
-        tracer.trace.saves, tracer.trace.not_restored = saves, state.not_restored
+        kind = "meta" if tree.is_meta else "fake" if mode else "real"
+        tracer = Tracer(tree, state.before_write, kind, *bound)
+        tracer.trace.not_restored = state.not_restored
         tracer.attach(stack)
         if torch.is_autocast_cache_enabled():
             # the run makes what was made before it again, and keeps none of its own
             torch.clear_autocast_cache()
             stack.callback(torch.clear_autocast_cache)
-        if mode is None:
+        if tree.is_meta:
+            inputs = copied_inputs(inputs, lambda t: t.detach().to("meta"))
+        elif mode is None:
             inputs = real_inputs(inputs)
         else:
             inputs = copied_inputs(inputs, lambda t: mode.from_tensor(t.detach()))
@@ -134,8 +133,7 @@ def _run(
             with ExitStack() as seen:
                 if mode is not None:
                     seen.enter_context(mode)
-                if saves:
-                    seen.enter_context(saved_tensors_hooks(tracer.pack, lambda saved: saved.tensor))
+                seen.enter_context(saved_tensors_hooks(tracer.pack, lambda saved: saved.tensor))
                 seen.enter_context(tracer)
                 try:
                     out = tree.model(*inputs, **inputs.kwargs)
@@ -144,6 +142,8 @@ def _run(
                     fakes = map(mode.from_tensor, tree.tensors) if mode is not None else ()
                     tracer.ended(out, [*tree.tensors, *fakes])
                 except Exception as e:
+                    if "saved tensor hooks" in str(e):
+                        e.add_note(_TRANSFORMED)
                     tracer.trace.error = e
             if tracer.stopped:
                 raise Stopped
@@ -152,3 +152,66 @@ def _run(
             # it. With an error in the trace, whose frames hold the graph, none would be freed.
             trace, tracer.trace = tracer.trace, Trace("none")
         return trace, read(trace)
+
+
+# --- runs on fake tensors
+
+
+def _may_run_fake(tree: Tree) -> bool:
+    """Return whether only the model's own code runs: no hooks or patched forward of a user.
+
+    These are there for values: a hook that records or compares would get tensors without any.
+    """
+    modules = (*tree.wrappers, *tree.modules)
+    tables = [vars(m)[name] for m in modules for name in ("_forward_pre_hooks", "_forward_hooks")]
+    # Private by their names, in torch 1.8 to 2.13. Without them a global hook gets fake tensors.
+    names = ("_global_forward_pre_hooks", "_global_forward_hooks")
+    tables += [getattr(nn.modules.module, name, {}) for name in names]
+    for hook in [hook for table in tables if table for hook in table.values()]:
+        home: str = getattr(hook, "__module__", None) or type(hook).__module__
+        ours = isinstance(hook, (Hook, AttachedFunction))  # off in the run if it observes
+        if not (hook.observes if ours else home.split(".")[0] == "torch"):
+            return False
+    return not any("forward" in vars(m) for m in modules)
+
+
+def _run_fake(tree: Tree, run: Callable[..., tuple[Trace, T]]) -> T | None:
+    """Return what `run(mode=…)` read of a run with a new mode of fake tensors.
+
+    Return None if the model raised, which it does if it needs values.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to load
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # torch's own and private by its name: it prints each operation that fails on fake tensors,
+    # which is handled here. Under another name its records would be printed.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        seen, found = run(mode=mode)
+        result: T | None = found if seen.error is None else None
+        del seen, found  # the traceback of an error holds fake tensors
+    finally:
+        log.disabled = was_disabled
+        if holders := _holders(mode):
+            kinds = ", ".join(sorted({type(x).__name__ for x in holders}))
+            raise ModelRunError(_LEFT.format(type(tree.model).__name__, kinds))
+    return result
+
+
+def _holders(mode: Any) -> list[Any]:
+    """Return the Python objects that hold a fake tensor of `mode`.
+
+    Tensors that only PyTorch holds do no harm: it never frees some autograd graphs. Python does not
+    tell who holds a tensor after `gc.freeze()`; then the tensors themselves are returned.
+    """
+    gc.collect()  # some may wait in a reference cycle
+    fakes: list[Any] = [
+        x
+        for x in gc.get_objects()
+        if issubclass(type(x), Tensor) and getattr(x, "fake_mode", None) is mode
+    ]
+    if not fakes or gc.get_freeze_count():
+        return fakes
+    found = gc.get_referrers(*fakes)
+    return [x for x in found if x is not fakes and type(x) not in (FrameType, Saved)]

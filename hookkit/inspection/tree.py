@@ -62,6 +62,7 @@ class Tree:
         modules: every module once, also wrappers inside and parametrizations. Scripted modules are
             not among them: they have neither hooks nor attributes that Python could copy.
         scripted: the scripted modules.
+        is_meta: a tensor of the model is on meta.
 
     Cost: one step per registered module; about 8 µs each.
 
@@ -94,6 +95,7 @@ class Tree:
         every = {id(m): m for m in found}.values()
         self.modules = [m for m in every if not isinstance(m, torch.jit.ScriptModule)]
         self.scripted = [m for m in every if isinstance(m, torch.jit.ScriptModule)]
+        self.is_meta = any(t.is_meta for t in self.tensors)
 
     def _open(self, at: Place) -> list[nn.Module]:
         """Fill `at` with what its module holds; return modules inside that get no place."""
