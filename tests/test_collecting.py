@@ -368,6 +368,13 @@ def test_a_run_that_came_to_an_end_is_incomplete(tmp_path: Path) -> None:
     assert np.array_equal(np.load(tmp_path / "layer0.npy"), net()[0](inputs(8)).detach())
 
 
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "acts").write_text("mine")
+
+    with pytest.raises(OptionError, match=r"acts is a file. Give a folder"):
+        collect(net(), loader(), "0", tmp_path / "acts", overwrite=True)
+
+
 def test_a_first_batch_that_fails_leaves_the_folder_empty(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         collect(net(), [torch.ones(4, 5)], "0", tmp_path)

@@ -38,6 +38,8 @@ class RowFiles:
     def __init__(self, out_dir: Any, overwrite: bool, layers: list[str]) -> None:
         folder = self.folder = check_path("collect", out_dir, "out_dir")
         self.layers, self.n_rows, self.n_bytes = layers, dict[str, int](), dict[str, int]()
+        if folder.is_file():
+            raise OptionError(f"collect: {folder} is a file. Give a folder for the rows.")
         found = sorted(folder.iterdir()) if folder.is_dir() else []
         for path in found:
             ours = _OURS.fullmatch(path.name) and path.is_file() and not path.is_symlink()
