@@ -1,12 +1,20 @@
-"""See inside any PyTorch model, while it runs and while it trains.
+"""Names the layer where a PyTorch model leaks, diverges, overflows, or differs from its reference.
 
-Three ways to use it:
+Hooks, statistics and comparisons for any model and any training loop. `help(hookkit.watch)`
+describes one name, with an example; this is the map:
 
-    with hook_outputs(select(model, "blocks.*")) as h: model(x)             # look inside one pass
-    with watch(model, opt, ActivationStats(every=10)) as w: train(model)    # … a whole training
-    print(summary(model, x))                                                # … the architecture
+Find the layer: the answer is in `.first`, and in one line in `.verdict`
+    what sees the future, padding, the batch check_invariance
+    where a port leaves its reference        compare_models
+    where two trainings part                 Fingerprint, compare_runs
+    what made a NaN or an Inf, on which line find_nonfinite; in a training FlightRecorder, replay
+    why a training fails                     watch, then w.diagnose()
 
-What there is for which task; `help(hookkit.watch)` describes one, with an example:
+Record a training
+    any loop                                 watch; hookkit.bridges, for libraries
+    activations, gradients, parameters       ActivationStats, GradientStats, ParamStats
+    to TensorBoard, wandb, a file            LogTo
+    numbers, diagnosis, pictures             Run; hookkit.records, hookkit.plotting
 
 Choose modules by name, pattern, class       select
 
@@ -21,19 +29,7 @@ Change what goes through a model
     what layers return, to what              edit_output, edit_outputs, zero, patch_from
     anything else                            hookkit.edits
 
-Know a model
-    layers, shapes, parameters, compute      summary
-    where two models begin to differ         compare_models
-    what depends on what it must not         check_invariance
-
-Record a training
-    any loop                                 watch; hookkit.bridges, for libraries
-    activations, gradients, parameters       ActivationStats, GradientStats, ParamStats
-    the first NaN or Inf                     FlightRecorder, find_nonfinite
-    its batch once more                      replay
-    where two trainings part                 Fingerprint, compare_runs
-    to TensorBoard, wandb, a file            LogTo
-    numbers, diagnosis, pictures             Run; hookkit.records, hookkit.plotting
+Know shapes, parameters, compute, memory     summary
 
 Train
     a loop with events                       Learner
@@ -43,19 +39,20 @@ hookkit.fastai has fastai's names, hookkit.errors the errors, hookkit.testing sm
 """
 
 # Which files there are, and which may import which: the rows in docs/develop/architecture.md.
-# Names that are imported `as` themselves stay importable from here; their homes are in the modules.
+# Each name is imported `as` itself, by which type checkers know that it is public. There is no
+# `__all__`: `help(hookkit)` would print all of it, and it is to stop after the map.
 
-from importlib import import_module
-from importlib.metadata import version
-from types import ModuleType
+from importlib import import_module as _import_module
+from importlib.metadata import version as _version
+from types import ModuleType as _ModuleType
 
 from .callbacks import (
-    Callback,
+    Callback as Callback,
     CSVLogger as CSVLogger,
     EarlyStoppingCallback as EarlyStoppingCallback,
     GradientAccumulation as GradientAccumulation,
     GradientClip as GradientClip,
-    LogTo,
+    LogTo as LogTo,
     MixedPrecision as MixedPrecision,
     ProgressCallback as ProgressCallback,
     Recorder as Recorder,
@@ -72,7 +69,7 @@ from .callbacks.events import (
     CancelTrainException as CancelTrainException,
     CancelValidException as CancelValidException,
 )
-from .callbacks.hook_callback import HookCallback
+from .callbacks.hook_callback import HookCallback as HookCallback
 from .diagnosis import Diagnosis as Diagnosis, Finding as Finding, diagnose as diagnose
 from .diagnosis.report_page import report as report
 from .edits import (
@@ -86,13 +83,13 @@ from .edits import (
     edit_grads as edit_grads,
     edit_input as edit_input,
     edit_inputs as edit_inputs,
-    edit_output,
-    edit_outputs,
-    patch_from,
+    edit_output as edit_output,
+    edit_outputs as edit_outputs,
+    patch_from as patch_from,
     replace as replace,
     scale as scale,
     swap as swap,
-    zero,
+    zero as zero,
 )
 from .errors import (
     ArgumentError as ArgumentError,
@@ -120,23 +117,23 @@ from .fastai import (
 from .hooks import (
     FunctionHooks as FunctionHooks,
     Hook as Hook,
-    Hooks,
+    Hooks as Hooks,
     StopForward as StopForward,
-    attention_weights,
+    attention_weights as attention_weights,
     hook_all as hook_all,
     hook_attention as hook_attention,
-    hook_function,
+    hook_function as hook_function,
     hook_input as hook_input,
-    hook_inputs,
-    hook_output,
-    hook_outputs,
+    hook_inputs as hook_inputs,
+    hook_output as hook_output,
+    hook_outputs as hook_outputs,
     hook_tensor as hook_tensor,
     print_sizes as print_sizes,
 )
 from .hooks.selection import (
     Selection as Selection,
     leaf_modules as leaf_modules,
-    select,
+    select as select,
     unwrap as unwrap,
 )
 from .inspection import (
@@ -151,33 +148,33 @@ from .inspection import (
     Summary as Summary,
     TopK as TopK,
     activation_stream as activation_stream,
-    check_invariance,
-    collect,
-    compare_models,
-    compare_runs,
-    feature_extractor,
-    find_nonfinite,
+    check_invariance as check_invariance,
+    collect as collect,
+    compare_models as compare_models,
+    compare_runs as compare_runs,
+    feature_extractor as feature_extractor,
+    find_nonfinite as find_nonfinite,
     layer_info as layer_info,
     module_summary as module_summary,
-    summary,
+    summary as summary,
 )
 from .recorders import (
-    ActivationStats,
-    Fingerprint,
-    FlightRecorder,
-    GradientStats,
-    ParamStats,
+    ActivationStats as ActivationStats,
+    Fingerprint as Fingerprint,
+    FlightRecorder as FlightRecorder,
+    GradientStats as GradientStats,
+    ParamStats as ParamStats,
     Replay as Replay,
-    replay,
+    replay as replay,
 )
-from .records import Record as Record, Run
-from .training import Learner, Watcher as Watcher, watch
+from .records import Record as Record, Run as Run
+from .training import Learner as Learner, Watcher as Watcher, watch as watch
 from .training.data import DataLoaders as DataLoaders
 from .training.live import ShowHealth as ShowHealth
 
-__version__ = version("hookkit")
+__version__ = _version("hookkit")
 
-__all__ = [
+_NAMES = [
     "ActivationStats",
     "Callback",
     "Fingerprint",
@@ -214,12 +211,12 @@ _MODULES = ["bridges", "callbacks", "edits", "errors", "fastai", "plotting", "re
 
 
 def __dir__() -> list[str]:
-    """What completion offers: the names above, and the modules that have the others."""
-    return sorted([*__all__, *_MODULES, "__version__"])
+    """Return what completion offers: the names of the map, and the modules that have the others."""
+    return sorted([*_NAMES, *_MODULES, "__version__"])
 
 
-def __getattr__(name: str) -> ModuleType:
-    """A module that is loaded when it is asked for."""
+def __getattr__(name: str) -> _ModuleType:
+    """Return a module that is loaded when it is asked for."""
     if name in _MODULES:
-        return import_module(f"hookkit.{name}")
+        return _import_module(f"hookkit.{name}")
     raise AttributeError(f"module 'hookkit' has no attribute {name!r}")
