@@ -43,7 +43,7 @@ def test_every_block_runs_and_prints_what_is_shown(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("COLUMNS", raising=False)
 
-    for shown, printed in run((DOCS / page).read_text()):
+    for shown, printed in run((DOCS / page).read_text(), "net.py"):
         assert printed == shown
 
 

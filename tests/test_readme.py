@@ -31,14 +31,16 @@ def stripped(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 
-def run(text: str) -> list[tuple[str, str]]:
-    """(shown, printed) of each python block of `text` with an output, all in one namespace."""
+def run(text: str, file: str = str(README)) -> list[tuple[str, str]]:
+    """(shown, printed) of each python block of `text` with an output, all in one namespace, run as
+    the code of `file`.
+    """
     space: dict[str, object] = {"__name__": "readme"}
     pairs = []
     for code, shown in blocks(text):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(compile(code, str(README), "exec"), space)
+            exec(compile(code, file, "exec"), space)
         if shown is not None:
             pairs.append((stripped(shown), stripped(printed.getvalue())))
     return pairs
