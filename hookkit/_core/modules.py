@@ -24,6 +24,9 @@ _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel
 _OTHER_WRAPPERS = ("DeepSpeedEngine",)
 _OBSERVERS = ("ObserverBase", "FakeQuantizeBase", "FakeQuantizerBase")
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""The classes of batch normalization; lazy ones derive from them."""
+
 
 def join(name: str, key: str) -> str:
     """Return the dotted name of child `key` of the module called `name`.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookkit._core.checks import check_flag, check_module, check_number, kind_of
+from hookkit._core.modules import BATCH_NORMS
 from hookkit._core.pytree import Inputs, describe, tree_leaves
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.inspection.summary_drawing import checked_columns
@@ -27,7 +28,6 @@ from hookkit.inspection.tree import Tree, dtype_name, numel, storage_of
 _BATCH_OF_ONE = "Expected more than 1 value per channel when training"
 _EVALUATED = "Run in evaluation mode: in training mode BatchNorm refuses a single value a channel."
 _NUMBER = int | float | Tensor
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 ModelInput = Tensor | Sequence[Any] | Mapping[str, Any] | bool | str | None
 """A keyword input, for type checkers, which then see a misspelt option; others: `model_kwargs`."""
@@ -175,7 +175,7 @@ def _warnings(tree: Tree, trace: Trace, opt: Optimizer | None) -> Iterator[str]:
         what = f"{_count(trace.unused, 'trainable parameter')} not part of the output of this run"
         yield f"{what}, and would get no gradient: {_some(trace.unused)}"
     if tree.model.training:
-        norms = [place for place in tree.firsts if isinstance(place.module, _BATCH_NORMS)]
+        norms = [place for place in tree.firsts if isinstance(place.module, BATCH_NORMS)]
         if frozen := [place.name for place in norms if not place.module.training]:
             what = _count(frozen, "BatchNorm layer")
             yield f"{what} in evaluation mode in a model that trains: {_some(frozen)}"

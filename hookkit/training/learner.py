@@ -23,7 +23,7 @@ from hookkit._core.batches import n_batches, no_batches, split_batch, to_device
 from hookkit._core.checks import check_callable, check_module, check_number
 from hookkit._core.files import atomic_write
 from hookkit._core.messages import warn
-from hookkit._core.modules import unwrap
+from hookkit._core.modules import BATCH_NORMS, unwrap
 from hookkit._core.pytree import describe, tree_map
 from hookkit._core.random_state import preserve_random_state
 from hookkit.callbacks import DEFAULT_CALLBACKS, ProgressCallback, Recorder, SchedulerCallback
@@ -276,7 +276,7 @@ class Learner(Loop, Reportable):
         groups = self.opt.param_groups
         n = check_number("freeze_to", "n", n, -len(groups), len(groups), whole=True)
         self.frozen_idx = n + len(groups) if n < 0 else n
-        norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        norms = [m for m in self.model.modules() if isinstance(m, BATCH_NORMS)]
         learns = {id(p) for m in norms for p in m.parameters()} if self.train_bn else set()
         for i, group in enumerate(groups):
             for p in group["params"]:
