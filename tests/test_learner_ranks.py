@@ -234,7 +234,7 @@ def test_losses_and_metrics_are_those_of_the_data_set_and_predictions_whole(
 def test_training_losses_are_means_over_ranks(seen: Any) -> None:
     learn = learner(None)
     learn.fit(2)
-    want = learn.recorder.raw_losses().reshape(-1, 2).mean(1)
+    want = learn.losses.by_batch().reshape(-1, 2).mean(1)
 
     for found in seen:
         rows, raw, steps = found["fit"]

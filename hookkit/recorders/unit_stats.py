@@ -94,15 +94,16 @@ def look_at(x: Tensor, kind: str, dim: int | None) -> tuple[Any, Any]:
     middle, full = _MIDDLES.get(kind), None
     if middle is not None:
         full = ((x - middle).abs() > 0.97 * (1 - middle)).sum().to(torch.float32)
-    if dim is None or x.ndim == 1:
-        return (None if dim is None else ~(x <= 0)), full
-    others = [d for d in range(x.ndim) if d != dim]
+    if dim is None:
+        return None, full
     # a CPU reads parts until all units are alive; a device reads all, since a look would wait
     at_once = max(_PART * len(x) // x.numel(), 1) if x.is_cpu and dim else len(x)
     alive: Any = None
     for start in range(0, len(x), at_once):
-        part = x[start : start + at_once]
-        found = ~(part.amax(others) <= 0)
+        top = x[start : start + at_once]
+        if dim < x.ndim - 1:  # values that lie together first: 5 times as fast as all dimensions
+            top = top.flatten(dim + 1).amax(-1)
+        found = ~(top.reshape(-1, top.shape[-1]).amax(0) <= 0)
         alive = found if alive is None else alive | found
         if x.is_cpu and alive.numpy().all():
             break
