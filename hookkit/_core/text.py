@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -45,6 +45,22 @@ def csv_line(cells: Iterable[Any]) -> str:
     line = io.StringIO()
     csv.writer(line, lineterminator="\n").writerow(cells)  # which quotes text with a line end
     return line.getvalue()[:-1]
+
+
+def columns(rows: Sequence[Sequence[str]], n_left: int) -> list[str]:
+    """Return a line for each row, its cells in columns: the first `n_left` flush left.
+
+    >>> columns([("layer", "error"), ("fc", "0.5")], n_left=1)
+    ['layer  error', 'fc       0.5']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(n) if i < n_left else cell.rjust(n)
+            for i, (cell, n) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def wrap(parts: list[str], n: int, sep: str = " · ") -> list[str]:

@@ -40,7 +40,7 @@ class Axis:
         samples, positions: whether the axis holds them; both if it holds each pair of the two.
         each: how many places there are for one sample, position or pair.
         side_by_side: whether these places are neighbours. If not, the whole sequence of samples or
-            positions is repeated `each` times; an axis of both has positions outside then.
+            positions is repeated `each` times; an axis of pairs has positions outside then.
         extra: how many places there are beyond the positions; less than 0 if some are missing.
         in_front: whether the extra or missing places are at the beginning.
         stride: how many positions one place stands for.
@@ -55,16 +55,11 @@ class Axis:
     stride: int = 1
 
     def __str__(self) -> str:
-        name = "samples" * self.samples + "·" * (self.samples and self.positions)
-        return name + "positions" * self.positions or "–"
-
-    def length(self, size: Size) -> int:
-        """Return how long the axis is in a run at `size`."""
-        n = (size.batch if self.samples else 1) * ((size.seq or 1) if self.positions else 1)
-        return -(-n // self.stride) * self.each + self.extra
+        held = ["samples"] * self.samples + ["positions"] * self.positions
+        return "·".join(held) or "–"
 
     def owners(self, size: Size) -> tuple[Tensor | None, Tensor | None]:
-        """Return the sample and the first position of each place, int64 vectors.
+        """Return the sample and the first position of each place, two int64 vectors.
 
         None if the axis does not hold samples, or positions. -1, or a number beyond the last, marks
         a place that belongs to none.
@@ -72,18 +67,18 @@ class Axis:
         >>> Axis(samples=True, each=2).owners(Size(3))[0]
         tensor([0, 0, 1, 1, 2, 2])
         """
-        place, seq = torch.arange(self.length(size)), size.seq or 1
+        batch, seq = size.batch, size.seq or 1
+        n = (batch if self.samples else 1) * (seq if self.positions else 1)
+        place = torch.arange(-(-n // self.stride) * self.each + self.extra)
         if self.samples and self.positions:
             pair = place // self.each
-            if self.side_by_side:
-                return pair // seq, pair % seq
-            return pair % size.batch, pair // size.batch
-        n = size.batch if self.samples else seq
+            one, other = (seq, batch) if self.side_by_side else (batch, seq)
+            inner, outer = pair % one, pair // one % other
+            return (outer, inner) if self.side_by_side else (inner, outer)
         if self.each > 1:
             place = place // self.each if self.side_by_side else place % n
-        if self.samples:
-            return place, None
-        return None, place * self.stride - self.extra * self.in_front if self.positions else None
+        place = place * self.stride - self.extra * self.in_front
+        return (place, None) if self.samples else (None, place)
 
 
 Reading = tuple[Axis, ...]
@@ -112,26 +107,25 @@ def readings(shape: tuple[int, ...], other: tuple[int, ...], a: Size, b: Size) -
 
 def _axis_readings(m: int, n: int, a: Size, b: Size) -> list[Axis]:
     """Return how an axis can be read whose length is `m` at size `a` and `n` at size `b`."""
-    if m == n:
-        samples = [Axis(samples=True)] * (a.batch == b.batch == m)
-        return [*samples, *[Axis(positions=True)] * (a.seq == b.seq == m), Axis()]
-    seq_varies = a.seq is not None and b.seq is not None and a.seq != b.seq
-    counts = [(True, False, a.batch, b.batch)]
-    if a.seq is not None and b.seq is not None and seq_varies:
-        counts += [(False, True, a.seq, b.seq), (True, True, a.batch * a.seq, b.batch * b.seq)]
     found = list[Axis]()
+    if m == n:
+        found += [Axis(samples=True)] * (a.batch == b.batch == m)
+        found += [Axis(positions=True)] * (a.seq == b.seq == m)
+        return [*found, Axis()]
+    seq, other = a.seq or 0, b.seq or 0
+    counts = [(True, False, a.batch, b.batch)]
+    if seq != other:
+        counts += [(False, True, seq, other), (True, True, a.batch * seq, b.batch * other)]
     for samples, positions, in_a, in_b in counts:
         each, rest = divmod(m, in_a)
         if rest == 0 and n == each * in_b and in_a != in_b:
-            both_orders = each > 1 or (samples and positions)
-            found += [
-                Axis(samples, positions, each, order) for order in (True, False)[: 1 + both_orders]
-            ]
-    if found or a.seq is None or b.seq is None or not seq_varies:
+            orders = (True, False) if each > 1 or (samples and positions) else (True,)
+            found += [Axis(samples, positions, each, order) for order in orders]
+    if found or seq == other:
         return found
-    if m - n == a.seq - b.seq:  # padded, or with a prefix; shifted, if some are missing
-        return [Axis(positions=True, extra=m - a.seq, in_front=front) for front in (False, True)]
-    strides = [s for s in _STRIDES if -(-a.seq // s) == m and -(-b.seq // s) == n]
+    if m - n == seq - other:  # padded, or with a prefix; shifted, if some are missing
+        return [Axis(positions=True, extra=m - seq, in_front=front) for front in (False, True)]
+    strides = [s for s in _STRIDES if -(-seq // s) == m and -(-other // s) == n]
     return [Axis(positions=True, stride=s) for s in strides[:1]]
 
 
@@ -153,16 +147,15 @@ def take(
     for dim, axis in enumerate(reading):
         if not (axis.samples or axis.positions):
             continue
-        if t.shape[dim] != axis.length(size):
-            return None
         samples, positions = axis.owners(size)
         number = torch.zeros(t.shape[dim], dtype=torch.int64)
-        for owner, wanted, n in (
-            (samples, region.samples, size.batch),
-            (positions, region.positions, size.seq or 1),
-        ):
+        of_samples = samples, region.samples, size.batch
+        of_positions = positions, region.positions, size.seq or 1
+        for owner, wanted, n in (of_samples, of_positions):
             if owner is None:
                 continue
+            if len(owner) != len(number):
+                return None
             wanted = torch.arange(n) if wanted is None else wanted
             rank = torch.full((n + 1,), -1)  # the last one is for places that belong to none
             rank[wanted] = torch.arange(len(wanted))

@@ -20,6 +20,8 @@ from hookkit.errors import ArgumentError, OptionError
 from hookkit.inspection.axes import Region, Size
 
 WHO = "check_invariance"
+Decode = Callable[[nn.Module, Inputs, Any], Any]
+"""Calls a model with the next inputs and its state, None at first; returns its new state."""
 # The input that is changed, if it is called so; transformers' names.
 _MAIN = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
 _MAIN_OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
@@ -29,12 +31,7 @@ _ONE_BY_ONE = 16  # tokens at most: a longer check shows nothing more, and each 
 
 @dataclass(frozen=True)
 class Step:
-    """One forward with a change.
-
-    Attributes:
-        inputs, size: what the model is called with.
-        pairs: a part of the unchanged run and the part of this one that must be equal, each.
-    """
+    """One forward: its inputs, and pairs of a part of the unchanged run and the same part of it."""
 
     inputs: Inputs
     size: Size
@@ -52,7 +49,7 @@ class Change:
         needs: what an output must have along its axes to be judged: `"samples"`, `"positions"`,
             `"either"` of the two; `""` if all of it is compared, whatever it has.
         seed: the random state of the runs; None for that of the unchanged run.
-        decode: calls the model in the place of a plain call: (model, inputs, state) → state.
+        decode: calls the model, in the place of a plain call.
     """
 
     words: str
@@ -60,7 +57,7 @@ class Change:
     exact: bool
     needs: str
     seed: int | None = None
-    decode: Callable[[nn.Module, Inputs, Any], Any] | None = None
+    decode: Decode | None = None
 
 
 class Given:
@@ -68,6 +65,7 @@ class Given:
 
     Attributes:
         path: the place of the input that is changed, `main`, among the inputs.
+        names: the names of all inputs, by path.
         size: the samples and positions of `main`.
     """
 
@@ -81,59 +79,59 @@ class Given:
         seq_dim: int | None = None,
     ) -> None:
         self.model, self.inputs, self.to, self.vary = model, inputs, to, vary
+        self.parameters = signature(model.forward).parameters
         tensors = dict(tree_leaves_with_path(inputs))
         if not tensors:
             raise ArgumentError(f"{WHO}: there is no tensor in the inputs.")
-        parameters = [*signature(model.forward).parameters]
-        self.names = {path: _name(path, parameters) for path in tensors}
+        self.names = {path: self._name(path) for path in tensors}
         self.path = self._chosen(tensors)
         self.main, self.name = tensors[self.path], self.names[self.path]
         n_dims = self.main.ndim
         for option, dim in (("batch_dim", batch_dim), ("seq_dim", seq_dim)):
             if dim is not None and not -n_dims <= dim < n_dims:
                 raise OptionError(f"{WHO}({option}={dim}): {self.name} has {n_dims} axes.")
-        self.batch_dim = batch_dim % n_dims if n_dims else 0
+        self.batch_dim = batch_dim % n_dims
         usual = n_dims == (3 if self.main.is_floating_point() else 2)  # vectors, or numbers
         if seq_dim is None and usual and self.batch_dim < 2:
             seq_dim = 1 - self.batch_dim
         self.seq_dim = None if seq_dim is None else seq_dim % n_dims
-        if to in ("future", "padding", "packing", "cache") and self.seq_dim in (None, batch_dim):
+        lengths, per_position = self.main.shape, to not in ("batch", "order", "repeat")
+        seq = None if self.seq_dim is None else lengths[self.seq_dim]
+        if per_position and (self.seq_dim == self.batch_dim or (seq or 0) < 2):
             raise OptionError(
-                f'{WHO}(to="{to}"): which axis of {self.name}, {tuple(self.main.shape)}, holds '
+                f'{WHO}(to="{to}"): which axis of {self.name}, {tuple(lengths)}, holds several '
                 "positions? Give seq_dim=, or vary= if another input is meant."
             )
-        seq = None if self.seq_dim is None else self.main.shape[self.seq_dim]
-        self.size = Size(self.main.shape[self.batch_dim], None if to in ("batch", "order") else seq)
+        self.size = Size(lengths[self.batch_dim], seq if per_position else None)
+
+    def _name(self, path: str) -> str:
+        """Return what the user calls an input: its parameter's name, or its last key."""
+        key, names = path.rstrip("]").rpartition("[")[2].strip("'\""), [*self.parameters]
+        if path == f"[{key}]" and key.isdecimal() and int(key) < len(names):
+            return names[int(key)]
+        return path if key.isdecimal() else key
 
     def _chosen(self, tensors: dict[str, Tensor]) -> str:
         """Return the path of the input that is changed."""
         by_name = {name: path for path, name in reversed(self.names.items())}
-        if self.vary is not None:
-            if self.vary not in by_name:
-                raise OptionError(
-                    f"{WHO}(vary={self.vary!r}): there is no such input. Give one of "
-                    f"{', '.join(by_name)}."
-                )
-            return by_name[self.vary]
+        if self.vary is not None and self.vary not in by_name:
+            known = ", ".join(by_name)
+            raise OptionError(f"{WHO}(vary={self.vary!r}): no such input. Give one of {known}.")
         usual = (*_MAIN_OF_DECODER * (self.to in ("future", "cache")), *_MAIN)
-        if named := [by_name[name] for name in usual if name in by_name]:
-            return named[0]
+        named = [by_name[n] for n in ([self.vary] if self.vary else usual) if n in by_name]
         main = [p for p, t in tensors.items() if t.ndim > 1 and not _is_mask(self.names[p], t)]
-        return (main or [*tensors])[0]
+        return (named or main or [*tensors])[0]
 
-    def with_inputs(self, inputs: Inputs) -> Given:
-        """Return the same with other inputs."""
+    def with_inputs(self, inputs: Inputs, **kwargs: Any) -> Given:
+        """Return the same with other inputs, and with `kwargs` beside them."""
+        inputs = Inputs(inputs, {**inputs.kwargs, **kwargs})
         return Given(self.model, inputs, self.to, self.vary, self.batch_dim, self.seq_dim)
 
     def describe(self) -> str:
-        """Return in words which axes of the input are taken for samples and positions.
-
-        They are a guess if nobody has said them.
-        """
+        """Return in words which axes of the input are taken for samples and positions."""
         axes = f"axis {self.batch_dim} samples"
         axes += f", axis {self.seq_dim} positions" * (self.size.seq is not None)
-        shape = "×".join(map(str, self.main.shape))
-        return f"Of {self.name}, {shape}, {axes}"
+        return f"Of {self.name}, {'×'.join(map(str, self.main.shape))}, {axes}"
 
     def axes(self, path: str, t: Tensor) -> tuple[int | None, list[int]]:
         """Return the axis of samples of one input, and its axes of positions."""
@@ -159,29 +157,32 @@ class Given:
 
         Masks keep all positions before `upto` along their last axis, if that is given.
         """
+        paths = iter(self.names)
 
-        def one(path: str, t: Tensor) -> Tensor:
+        def one(t: Tensor) -> Tensor:
+            path = next(paths)
             of_samples, of_positions = self.axes(path, t)
             if of_samples is not None and samples is not None:
                 t = t.index_select(of_samples, samples.to(t.device))
-            for d in of_positions if positions is not None else ():
-                if upto and d == of_positions[-1] and _is_mask(self.names[path], t):
-                    t = t.narrow(d, 0, upto)
-                elif positions is not None:
-                    t = t.index_select(d, positions.to(t.device))
+            if positions is not None:
+                for d in of_positions:
+                    whole = upto and d == of_positions[-1] and _is_mask(self.names[path], t)
+                    at = torch.arange(upto) if whole else positions
+                    t = t.index_select(d, at.to(t.device))
             return t
 
-        return _mapped(self.inputs, one)
+        taken: Inputs = tree_map(one, self.inputs)
+        return taken
 
     def other_sizes(self) -> Iterator[tuple[Inputs, Size]]:
         """Yield the inputs at other sizes; a model may refuse some. The last is the same size."""
         n, seq = self.size
         more = torch.cat([torch.arange(n), torch.tensor([n - 1])])
-        lengths = [None] if seq is None else [x for x in (seq - 2, seq // 2, seq) if x >= 2]
+        lengths = [None] if seq is None else [x for x in (seq - 2, seq // 2, seq) if x > 1]
         for samples in (more, torch.arange(n)):
             for length in lengths:
-                same = None if length in (None, seq) else torch.arange(length or 0)
-                yield self.taken(samples, same), Size(len(samples), length)
+                positions = None if length in (None, seq) else torch.arange(length or 0)
+                yield self.taken(samples, positions), Size(len(samples), length)
 
     def changed(self, keep: Tensor | None = None, seed: int = 1) -> Inputs:
         """Return the inputs with other values in `main`, each one that occurs in it.
@@ -192,7 +193,7 @@ class Given:
         """
         new = self._other_values(seed)
         if keep is not None:
-            dims = [self.batch_dim] if keep.ndim == 1 else [self.batch_dim, self.seq_dim or 0]
+            dims = [self.batch_dim, self.seq_dim or 0][: keep.ndim]
             shape = [n if d in dims else 1 for d, n in enumerate(self.main.shape)]
             keep = keep.T if dims != sorted(dims) else keep
             new = torch.where(keep.reshape(shape).to(new.device), self.main, new)
@@ -206,34 +207,25 @@ class Given:
 
     def _other_values(self, seed: int) -> Tensor:
         """Replace each value by a different one of the same feature, where there is one."""
-        # what one feature of another sample may be is known from the samples (and positions) alone
-        dims = [self.batch_dim] + [self.seq_dim] * (self.size.seq is not None)  # type: ignore[list-item]
-        rows = self.main.detach().cpu().movedim(dims, [*range(len(dims))])
-        shape = rows.shape
-        rows = rows.flatten(0, len(dims) - 1)
-        if len(rows) == 1:
-            rows = rows.reshape(-1, 1)
+        dims = [self.batch_dim]  # features are what samples, and positions, have in common
+        if self.size.seq is not None and self.seq_dim is not None:
+            dims.append(self.seq_dim)
+        front = [*range(len(dims))]
+        rows = self.main.detach().cpu().movedim(dims, front)
         values = torch.view_as_real(rows) if rows.is_complex() else rows
+        shape = values.shape
         values = values.to(torch.float64 if values.is_floating_point() else torch.int64)
-        columns = values.reshape(len(values), -1).T.contiguous()
-        ordered = columns.sort(1).values
+        values = values.reshape(shape[: len(dims)].numel(), -1)
+        columns = values.reshape(1, -1) if len(values) == 1 else values.T.contiguous()
+        ordered, n = columns.sort(1).values, columns.shape[1]
         low = torch.searchsorted(ordered, columns)
         high = torch.searchsorted(ordered, columns, right=True)
-        others = len(values) - (high - low)  # how many rows have a different value
+        others = n - (high - low)  # how many have a different value
         draw = torch.rand(columns.shape, generator=torch.Generator().manual_seed(seed))
-        at = (high + (draw * others).long()) % len(values)
-        new = torch.where(others > 0, ordered.gather(1, at), columns).T.reshape(values.shape)
+        new = ordered.gather(1, (high + (draw * others).long()) % n)
+        new = torch.where(others > 0, new, columns).reshape(-1, len(values)).T.reshape(shape)
         new = torch.view_as_complex(new.contiguous()) if rows.is_complex() else new
-        new = new.reshape(shape).movedim([*range(len(dims))], dims)
-        return new.to(self.main)
-
-
-def _name(path: str, parameters: list[str]) -> str:
-    """Return what the user calls an input: its parameter's name, or the last key of its path."""
-    key = path.rstrip("]").rpartition("[")[2].strip("'\"")
-    if path == f"[{key}]" and key.isdecimal() and int(key) < len(parameters):
-        return parameters[int(key)]
-    return path if key.isdecimal() else key
+        return new.movedim(front, dims).to(self.main)
 
 
 def _is_mask(name: str, t: Tensor) -> bool:
@@ -241,13 +233,7 @@ def _is_mask(name: str, t: Tensor) -> bool:
 
 
 def _is_decoders(name: str) -> bool:
-    return "decoder" in name or "tgt" in name or "target" in name
-
-
-def _mapped(inputs: Inputs, f: Callable[[str, Tensor], Tensor]) -> Inputs:
-    paths = iter([path for path, _ in tree_leaves_with_path(inputs)])
-    mapped: Inputs = tree_map(lambda t: f(next(paths), t), inputs)
-    return mapped
+    return any(word in name for word in ("decoder", "tgt", "target"))
 
 
 # --- the kinds: each returns the inputs of the unchanged run, and the changes
@@ -256,36 +242,28 @@ def _mapped(inputs: Inputs, f: Callable[[str, Tensor], Tensor]) -> Inputs:
 def future(given: Given) -> tuple[Given, list[Change]]:
     """Change what comes after a position.
 
-    Two positions side by side are tried: at least one of them is inside of a chunk, if there are
-    chunks of several positions.
+    Two positions side by side are tried: at least one of them is inside of a chunk, if the model
+    works by chunks of several positions.
     """
     n, seq = given.size.batch, given.size.seq or 0
-    if seq < 2:
-        raise ArgumentError(f'{WHO}(to="future"): {given.name} has {seq} position. Give several.')
     changes = []
     for cut in sorted({seq // 2, min(seq // 2 + 1, seq - 1)}):
-        keep = (torch.arange(seq) < cut).expand(n, seq)
-        region = Region(None, torch.arange(cut))
-        step = Step(given.changed(keep), given.size, ((region, region),))
+        keep, region = torch.arange(seq) < cut, Region(None, torch.arange(cut))
+        runs = [_with_others(given, keep.expand(n, seq), region)]
         words = f"other values of {given.name} from position {cut} on"
-        changes.append(Change(words, [[step]], True, "positions"))
+        changes.append(Change(words, runs, True, "positions"))
     return given, changes
 
 
 def batch(given: Given) -> tuple[Given, list[Change]]:
     """Change the other samples beside the first and the last one, and leave them out."""
     given = _several(given)
-    n, zero = given.size.batch, torch.tensor([0])
-    beside, alone = list[list[Step]](), list[list[Step]]()
-    for i in (0, n - 1):
-        one = torch.tensor([i])
-        there = Region(one)
-        inputs = given.changed(torch.arange(n) == i, seed=i)
-        beside.append([Step(inputs, given.size, ((there, there),))])
-        alone.append([Step(given.taken(one), Size(1), ((there, Region(zero)),))])
+    rows = torch.arange(given.size.batch)
+    ends = rows[:1], rows[-1:]
+    beside = [_with_others(given, rows == i, Region(i)) for i in ends]
     return given, [
         Change(f"other values of {given.name} in the other samples", beside, True, "samples"),
-        Change("one sample alone", alone, False, "samples"),
+        Change("one sample alone", [_alone(given, i) for i in ends], False, "samples"),
     ]
 
 
@@ -296,15 +274,6 @@ def order(given: Given) -> tuple[Given, list[Change]]:
     pair = Region(rolled), Region(torch.arange(given.size.batch))
     step = Step(given.taken(rolled), given.size, (pair,))
     return given, [Change("the last sample first", [[step]], False, "samples")]
-
-
-def _several(given: Given) -> Given:
-    """Return `given` with a second sample, if it has one alone."""
-    if given.size.batch > 1:
-        return given
-    other = dict(tree_leaves_with_path(given.changed()))[given.path]
-    main = torch.cat([given.main, other], given.batch_dim)
-    return given.with_inputs(tree_set(given.taken(torch.tensor([0, 0])), given.path, main))
 
 
 def repeat(given: Given) -> tuple[Given, list[Change]]:
@@ -318,150 +287,49 @@ def repeat(given: Given) -> tuple[Given, list[Change]]:
 
 def padding(given: Given, padded: Any = None) -> tuple[Given, list[Change]]:
     """Change what the padding holds, and leave it out."""
-    real = _real_positions(given, padded)
-    if real is None:
-        given, real = _with_padding(given)
-    fewest = [int(i) for i in real.sum(1).argsort() if 0 < real[i].sum() < real.shape[1]]
+    given, real = _real_positions(given, padded)
+    fewest = [i for i in real.sum(1).argsort() if 0 < real[i].sum() < real.shape[1]]
     if not fewest:
         raise ArgumentError(
             f'{WHO}(to="padding"): no sample has padding beside real positions. Give a padded '
             "batch, or leave the mask out."
         )
-    rows = dict.fromkeys((fewest[0], fewest[-1]))  # with the most and the least padding
-    here = [Region(torch.tensor([i]), real[i].nonzero()[:, 0]) for i in rows]
-    values = Step(given.changed(real), given.size, tuple((region, region) for region in here))
-    alone = list[list[Step]]()
-    for region in here:
-        at = torch.arange(len(region.positions))  # type: ignore[arg-type]
-        size, there = Size(1, len(at)), Region(torch.tensor([0]), at)
-        alone.append([Step(given.taken(*region), size, ((region, there),))])
+    rows = dict.fromkeys(int(i) for i in (fewest[0], fewest[-1]))  # with most, and least padding
+    places = [(torch.tensor([i]), real[i].nonzero()[:, 0]) for i in rows]
+    values = [_with_others(given, real, *(Region(*place) for place in places))]
+    alone = [_alone(given, *place) for place in places]
     return given, [
-        Change(f"other values of {given.name} in the padding", [[values]], True, "either"),
+        Change(f"other values of {given.name} in the padding", values, True, "either"),
         Change("one sample without its padding", alone, False, "either"),
     ]
 
 
-def _real_positions(given: Given, padded: Any) -> Tensor | None:
-    """Return (samples, positions) of bool, true at what is no padding; None if nothing says it."""
-    shape = (given.size.batch, given.size.seq)
-    if padded is not None:
-        real = ~torch.as_tensor(padded).bool().cpu()
-        if real.shape != shape:
-            raise OptionError(
-                f"{WHO}: padded= is {tuple(real.shape)}. Give (samples, positions), {shape}, true "
-                "where padding is."
-            )
-        return real
-    for path, t in tree_leaves_with_path(given.inputs):
-        name = given.names[path]
-        if "mask" in name and t.shape == shape and path != given.path:
-            # `key_padding_mask` of PyTorch is true at padding, `attention_mask` at what is real
-            return ~t.bool().cpu() if "padding_mask" in name else t.bool().cpu()
-    return None
-
-
-def _with_padding(given: Given) -> tuple[Given, Tensor]:
-    """Return `given` with padding in the place of some tokens, as transformers takes it.
-
-    Padding replaces tokens, since a table of positions may not be longer. Models that generate are
-    padded on the left, others on the right: their first position may be read as a summary.
-    """
-    parameters = signature(given.model.forward).parameters
-    if "attention_mask" not in parameters or len(given.names) > 1:
-        raise ArgumentError(
-            f'{WHO}(to="padding"): nothing says where padding is. Give a padded batch, and its '
-            "mask as an input, or padded= (samples, positions), true where padding is."
-        )
-    (n, seq), main = given.size, given.main
-    real = torch.ones(n, seq or 0, dtype=torch.bool)
-    real[::2, : max(1, (seq or 0) // 4)] = False
-    if not getattr(given.model, "can_generate", lambda: True)():
-        real = real.flip(1)
-    number = getattr(getattr(given.model, "config", None), "pad_token_id", None)
-    value = number if isinstance(number, int) and number >= 0 else main.min()
-    kept = real.view(*real.shape, *[1] * (main.ndim - 2)).to(main.device)
-    new = {"attention_mask": kept.view(real.shape).long()}
-    if "position_ids" in parameters:
-        new["position_ids"] = (new["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    inputs = tree_set(given.inputs, given.path, torch.where(kept, main, value))
-    return given.with_inputs(Inputs(inputs, {**inputs.kwargs, **new})), real
-
-
 def packing(given: Given, documents: Any = None) -> tuple[Given, list[Change]]:
     """Change the other documents of the first row, and leave them out."""
-    if documents is not None:
-        numbers = torch.as_tensor(documents).cpu().expand(given.size)
-    else:
-        given, numbers = _documents(given)
-    row = numbers[0]
+    given, numbers = _documents(given, documents)
+    row, zero = numbers[0], torch.tensor([0])
     which = dict.fromkeys((int(row[0]), int(row[-1])))
     if len(which) < 2:
         raise ArgumentError(
             f'{WHO}(to="packing"): the first row begins and ends with the same document. Give '
             "documents= (samples, positions), or position ids that begin again."
         )
-    beside, alone, zero = list[list[Step]](), list[list[Step]](), torch.tensor([0])
-    for number in which:
-        at = (row == number).nonzero()[:, 0]
-        here, there = Region(zero, at), Region(zero, torch.arange(len(at)))
-        keep = torch.zeros(given.size, dtype=torch.bool)
+    places = [(zero, (row == number).nonzero()[:, 0]) for number in which]
+    beside = list[list[Step]]()
+    for _, at in places:
+        keep = torch.zeros_like(numbers, dtype=torch.bool)
         keep[0, at] = True
-        beside.append([Step(given.changed(keep), given.size, ((here, here),))])
-        alone.append([Step(given.taken(*here), Size(1, len(at)), ((here, there),))])
+        beside.append(_with_others(given, keep, Region(zero, at)))
+    alone = [_alone(given, *place) for place in places]
     return given, [
         Change(f"other values of {given.name} in the other documents", beside, True, "positions"),
         Change("one document alone", alone, False, "positions"),
     ]
 
 
-def _documents(given: Given) -> tuple[Given, Tensor]:
-    """Return the number of each position's document, as an input says it.
-
-    If none does, one row of two documents is made, as transformers takes it: by position ids.
-    """
-    for path, t in tree_leaves_with_path(given.inputs):
-        name = given.names[path]
-        if any(word in name for word in ("document", "segment", "seq_idx", "doc_id")):
-            return given, t.cpu().expand(given.size)
-        if "position_ids" in name or "input_pos" in name:
-            t = t.cpu().expand(given.size)
-            begins = t.diff(dim=1, prepend=t[:, :1] - 1) != 1
-            return given, begins.long().cumsum(1)
-    parameters = signature(given.model.forward).parameters
-    if "position_ids" not in parameters:
-        raise ArgumentError(
-            f'{WHO}(to="packing"): nothing says which documents a row has. Give documents= '
-            "(samples, positions), the number of each position's document."
-        )
-    seq, one = given.size.seq or 0, given.taken(torch.tensor([0]))
-    cut = seq // 2 + 1
-    places = torch.cat([torch.arange(cut), torch.arange(seq - cut)])[None]
-    new = {"position_ids": places.to(given.main.device)}
-    off = {"use_cache": False} if "use_cache" in parameters else {}  # a cache has one document
-    made = given.with_inputs(Inputs(one, {**one.kwargs, **new, **off}))
-    return made, (torch.arange(seq) >= cut).long()[None]
-
-
-def cache(given: Given, decode: Any = None) -> tuple[Given, list[Change]]:
+def cache(given: Given, decode: Decode | None = None) -> tuple[Given, list[Change]]:
     """Give the last tokens one by one, each with what the model has kept of those before it."""
     seq = given.size.seq or 0
-    if seq < 2:
-        raise ArgumentError(f'{WHO}(to="cache"): {given.name} has {seq} position. Give several.')
-    if decode is None:
-        parameters = signature(given.model.forward).parameters
-        name = next((c for c in _CACHES if c in parameters), None)
-        if name is None:
-            raise ArgumentError(
-                f'{WHO}(to="cache"): how the model takes its cache is not known. Give decode=, a '
-                "function (model, inputs, state) that calls the model and returns its new state; "
-                "state is None at first."
-            )
-        more = {"use_cache": True} if "use_cache" in parameters else {}
-
-        def decode(model: nn.Module, inputs: Inputs, state: Any) -> Any:
-            out = model(*inputs, **{**inputs.kwargs, name: state, **more})
-            return out[name] if hasattr(out, "keys") else getattr(out, name)
-
     first = max(seq // 2, seq - _ONE_BY_ONE)
     steps = list[Step]()
     for a, b in [(0, first), *((i, i + 1) for i in range(first, seq))]:
@@ -470,4 +338,120 @@ def cache(given: Given, decode: Any = None) -> tuple[Given, list[Change]]:
         size = Size(given.size.batch, b - a)
         steps.append(Step(given.taken(None, here, upto=b), size, (pair,)))
     words = f"the cache: {first} tokens first, then one by one"
+    decode = decode or _decoder(given)
     return given, [Change(words, [steps], False, "positions", decode=decode)]
+
+
+# --- what they share, and what transformers' models take
+
+
+def _with_others(given: Given, keep: Tensor, *regions: Region) -> list[Step]:
+    """Return the step with other values where `keep` is false; `regions` must stay."""
+    return [Step(given.changed(keep), given.size, tuple((r, r) for r in regions))]
+
+
+def _alone(given: Given, row: Tensor, positions: Tensor | None = None) -> list[Step]:
+    """Return the step with one sample alone, and with some of its positions alone."""
+    count = None if positions is None else torch.arange(len(positions))
+    size = Size(1, given.size.seq if count is None else len(count))
+    pair = Region(row, positions), Region(torch.tensor([0]), count)
+    return [Step(given.taken(row, positions), size, (pair,))]
+
+
+def _several(given: Given) -> Given:
+    """Return `given` with a second sample, if it has one alone."""
+    if given.size.batch > 1:
+        return given
+    other = dict(tree_leaves_with_path(given.changed()))[given.path]
+    main = torch.cat([given.main, other], given.batch_dim)
+    return given.with_inputs(tree_set(given.taken(torch.tensor([0, 0])), given.path, main))
+
+
+def _checked(name: str, value: Any, given: Given) -> Tensor:
+    """Return an option as a tensor, (samples, positions) on the CPU."""
+    t, shape = torch.as_tensor(value).detach().cpu(), (given.size.batch, given.size.seq or 0)
+    if t.shape not in (shape, shape[1:], (1, shape[1])):
+        raise OptionError(
+            f"{WHO}: {name} has the shape {tuple(t.shape)}. Give (samples, positions), {shape}."
+        )
+    return t.expand(shape)
+
+
+def _real_positions(given: Given, padded: Any) -> tuple[Given, Tensor]:
+    """Return (samples, positions) of bool, true at what is no padding.
+
+    If no input says it, padding takes the place of some tokens (a table of positions may not be
+    longer), as transformers takes it: on the left if the model generates, else on the right, since
+    the first position may be read as a summary.
+    """
+    (n, seq), main = given.size, given.main
+    if padded is not None:
+        return given, ~_checked("padded", padded, given).bool()
+    for path, t in tree_leaves_with_path(given.inputs):
+        name = given.names[path]
+        if "mask" in name and t.shape == (n, seq) and path != given.path:
+            # `key_padding_mask` of PyTorch is true at padding, `attention_mask` at what is real
+            return given, ~t.bool().cpu() if "padding_mask" in name else t.bool().cpu()
+    if "attention_mask" not in given.parameters or len(given.names) > 1:
+        raise ArgumentError(
+            f'{WHO}(to="padding"): nothing says where padding is. Give a padded batch, and its '
+            "mask as an input, or padded= (samples, positions), true where padding is."
+        )
+    real = torch.ones(n, seq or 0, dtype=torch.bool)
+    real[::2, : max(1, (seq or 0) // 4)] = False
+    if not getattr(given.model, "can_generate", lambda: True)():
+        real = real.flip(1)
+    number = getattr(getattr(given.model, "config", None), "pad_token_id", None)
+    value = number if isinstance(number, int) and number >= 0 else main.min()
+    kept = real.view(*real.shape, *[1] * (main.ndim - 2)).to(main.device)
+    new = {"attention_mask": real.long().to(main.device)}
+    if "position_ids" in given.parameters:
+        new["position_ids"] = (new["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    inputs = tree_set(given.inputs, given.path, torch.where(kept, main, value))
+    return given.with_inputs(inputs, **new), real
+
+
+def _documents(given: Given, documents: Any) -> tuple[Given, Tensor]:
+    """Return the number of each position's document, (samples, positions).
+
+    If no input says it, one row of two documents is made as transformers takes it, by position ids.
+    """
+    if documents is not None:
+        return given, _checked("documents", documents, given)
+    for path, t in tree_leaves_with_path(given.inputs):
+        name = given.names[path]
+        if any(word in name for word in ("document", "segment", "seq_idx", "doc_id")):
+            return given, _checked(name, t, given)
+        if "position_ids" in name or "input_pos" in name:
+            t = _checked(name, t, given)
+            return given, (t.diff(dim=1, prepend=t[:, :1] - 1) != 1).long().cumsum(1)
+    if "position_ids" not in given.parameters:
+        raise ArgumentError(
+            f'{WHO}(to="packing"): nothing says which documents a row has. Give documents= '
+            "(samples, positions), the number of each position's document."
+        )
+    seq = given.size.seq or 0
+    cut, one = seq // 2 + 1, given.taken(torch.tensor([0]))
+    places = torch.cat([torch.arange(cut), torch.arange(seq - cut)])[None]
+    more: dict[str, Any] = {"position_ids": places.to(given.main.device)}
+    if "use_cache" in given.parameters:  # a cache has one document
+        more["use_cache"] = False
+    return given.with_inputs(one, **more), (torch.arange(seq) >= cut).long()[None]
+
+
+def _decoder(given: Given) -> Decode:
+    """Return a function that calls the model with its cache, as transformers' `generate` does."""
+    name = next((c for c in _CACHES if c in given.parameters), None)
+    if name is None:
+        raise ArgumentError(
+            f'{WHO}(to="cache"): how the model takes its cache is not known. Give decode=, a '
+            "function (model, inputs, state) that calls the model with the next inputs and returns "
+            "its new state; state is None at first."
+        )
+    more = {"use_cache": True} if "use_cache" in given.parameters else {}
+
+    def decode(model: nn.Module, inputs: Inputs, state: Any) -> Any:
+        out = model(*inputs, **{**inputs.kwargs, name: state, **more})
+        return out[name] if hasattr(out, "keys") else getattr(out, name)
+
+    return decode

@@ -9,10 +9,12 @@ if it has an effect: if no call around it has an output that stays.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import add
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,15 +24,15 @@ from torch.overrides import TorchFunctionMode
 from hookkit._core.checks import check_choice, check_module, check_number
 from hookkit._core.modules import can_run, unwrap, walk
 from hookkit._core.pytree import Inputs, tree_leaves_of_objects, tree_leaves_with_path, tree_map
-from hookkit._core.text import escape_controls, si, wrap
+from hookkit._core.text import columns, escape_controls, si, wrap
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.hooks.attach import check_hookable
 from hookkit.hooks.values import snapshot
-from hookkit.inspection import input_changes as kinds
-from hookkit.inspection.axes import Reading, Region, readings, take
+from hookkit.inspection import input_changes
+from hookkit.inspection.axes import Axis, Reading, Region, Size, readings, take
 from hookkit.inspection.differences import dense, difference
 from hookkit.inspection.first_difference import Call, CallTree, Localisation
-from hookkit.inspection.input_changes import WHO, Change, Given, Step
+from hookkit.inspection.input_changes import WHO, Change, Decode, Given, Step
 from hookkit.inspection.preserve import preserve_state, real_inputs
 
 _DEPENDS = {
@@ -134,28 +136,22 @@ class Invariance(Localisation):
         return none + f"; {inner} more differ without effect" * bool(inner)
 
     def text(self) -> str:
-        """Return the verdict, the change that showed it, the rows around the first, and notes."""
-        changes = dict.fromkeys(r.change for r in self.rows)
-        lines = [self.verdict, f"  with {' | '.join(changes)}"]
-        if (first := self.first) is not None:
-            lines[1] = f"  with {first.change}"
+        """Return the verdict, the changes, the rows around the first, and what was not judged."""
+        first, changes = self.first, dict.fromkeys(r.change for r in self.rows)
+        lines = [self.verdict, f"  with {first.change if first else ' | '.join(changes)}"]
+        if first is not None:
             at = self.rows.index(first)
             near = self.rows[max(0, at - _NEAR) : at + _NEAR + 1]
             rows = [r for r in near if r.change == first.change]
             cells = [("layer", "shape", "axes", "max_abs_error", "rel_error", "n_different")]
             for r in rows:
                 shape = "×".join(map(str, r.shape)) or "scalar"
-                sizes = f"{r.max_abs_error:.3g}", f"{r.rel_error:.3g}", si(r.n_different)
-                cells.append((r.label, shape, r.axes, *sizes))
-            widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-            for row, r in zip(cells, [None, *rows], strict=True):
-                left = [c.ljust(n) for c, n in zip(row[:3], widths, strict=False)]
-                right = [c.rjust(n) for c, n in zip(row[3:], widths[3:], strict=True)]
-                lines.append(("→ " if r is first else "  ") + "  ".join([*left, *right]))
-        unjudged = [escape_controls(text) for text in self.not_judged[:6]]
-        unjudged += [f"and {len(self.not_judged) - 6} more (.not_judged)"] * (
-            len(self.not_judged) > 6
-        )
+                errors = f"{r.max_abs_error:.3g}", f"{r.rel_error:.3g}", si(r.n_different)
+                cells.append((r.label, shape, r.axes, *errors))
+            marks = ["  ", *("→ " if r is first else "  " for r in rows)]
+            lines += map(add, marks, columns(cells, n_left=3))
+        unjudged, more = [*self.not_judged[:6]], len(self.not_judged) - 6
+        unjudged += [f"and {more} more (.not_judged)"] * (more > 0)
         rest = [*self.notes, *[f"Not judged: {'; '.join(unjudged)}"] * bool(unjudged)]
         return "\n".join([*lines, *wrap(rest, _WIDTH, ". ")])
 
@@ -163,8 +159,8 @@ class Invariance(Localisation):
 # --- runs
 
 
-Look = Callable[[Step, Call, str, list[tuple[str, Tensor]]], None]
-"""Called with the step, the call, "in" or "out", and the tensors with their paths."""
+Look = Callable[[Step, Place, Tensor], None]
+"""Called with each tensor of a run."""
 
 
 def _run(
@@ -173,20 +169,23 @@ def _run(
     steps: list[Step],
     look: Look,
     seed: int | None = None,
-    decode: Callable[[nn.Module, Inputs, Any], Any] | None = None,
+    decode: Decode | None = None,
 ) -> tuple[CallTree, bool]:
-    """Run `model` and show its layers' tensors to `look`; leave everything as it was.
+    """Run `model`, show its layers' tensors to `look`, and leave everything as it was.
 
     Returns the calls of the last step, and whether the model drew random numbers.
     """
     step, tree, state = steps[0], CallTree(), None
 
     def before(call: Call, _m: nn.Module, args: Any, kwargs: Any) -> None:
-        look(step, call, "in", tree_leaves_with_path(Inputs(args, kwargs)))
+        for path, t in tree_leaves_with_path(Inputs(args, kwargs)):
+            if not t.is_nested:
+                look(step, (call, "in", path), dense(t))
 
     def after(call: Call, _m: nn.Module, out: Any) -> None:
-        parts = tree_leaves_of_objects(out)
-        look(step, call, "out", [(path, t) for path, t in parts if isinstance(t, Tensor)])
+        for path, t in tree_leaves_of_objects(out):
+            if isinstance(t, Tensor) and not t.is_nested:
+                look(step, (call, "out", path), dense(t))
 
     with preserve_state(model), torch.no_grad():
         if seed is not None:
@@ -211,19 +210,19 @@ def _random_state() -> list[Tensor]:
     return [torch.get_rng_state(), *(s for d in devices for s in d.get_rng_state_all())]
 
 
-class _Found(NamedTuple):
-    """How far a tensor is from that of the unchanged run, where it must stay."""
-
-    max_abs_error: float
-    rel_error: float
-    n_different: int
-    axes: str
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are the same bit by bit, but for kinds of NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 class _Reference:
-    """The unchanged run, and what is known of its tensors: their axes, and which are tables.
+    """The unchanged run, and what is known of its tensors.
 
     Attributes:
+        values: each tensor of the run.
+        shapes: their shapes in a run at another size, `other`.
         draws: whether the model draws random numbers.
         notes: what was assumed about axes.
     """
@@ -231,90 +230,77 @@ class _Reference:
     def __init__(self, model: nn.Module, modules: dict[str, nn.Module], given: Given) -> None:
         self.model, self.modules, self.given, self.notes = model, modules, given, list[str]()
         self.values, self.shapes = dict[Place, Tensor](), dict[Place, tuple[int, ...]]()
-        kept: dict[
-            int, Tensor
-        ] = {}  # the last snapshot of each object: an output is often an input
+        last: dict[Any, Tensor] = {}  # an output of one module is often an input of the next
 
-        def keep(_step: Step, call: Call, side: str, parts: list[tuple[str, Tensor]]) -> None:
-            for path, t in parts:
-                if t.is_nested:
-                    continue
-                last = kept.get(id(t))
-                if last is None or not _equal(last, dense(t)):
-                    last = kept[id(t)] = snapshot(dense(t))
-                self.values[call, side, path] = last
+        def keep(_step: Step, place: Place, t: Tensor) -> None:
+            memory = t.data_ptr(), t.shape
+            if memory not in last or not _equal(last[memory], t):
+                last[memory] = snapshot(t)
+            self.values[place] = last[memory]
 
         self.tree, self.draws = _run(model, modules, [Step(given.inputs, given.size)], keep)
-        self.other, self._tables = given.size, set[Place]()
-        self._n_calls = self._calls_of(self.tree)
-        self._other_n_calls = self._n_calls
-        self._knows_tables = False
-
-    @staticmethod
-    def _calls_of(tree: CallTree) -> dict[str, int]:
-        return {call.name: call.n + 1 for call in tree.begun}
+        self.other, self._other_tree = given.size, self.tree
+        self._tables: set[Place] | None = None
 
     def learn_axes(self) -> None:
         """Run the model at another size."""
 
-        def see(_step: Step, call: Call, side: str, parts: list[tuple[str, Tensor]]) -> None:
-            for path, t in parts:
-                if not t.is_nested:
-                    self.shapes[call, side, path] = tuple(t.shape)
+        def see(_step: Step, place: Place, t: Tensor) -> None:
+            self.shapes[place] = tuple(t.shape)
 
         problem = ""
         for inputs, size in self.given.other_sizes():
             self.shapes.clear()
+            self.other, step = size, Step(inputs, size)
             try:
-                tree, _ = _run(self.model, self.modules, [Step(inputs, size)], see)
+                self._other_tree, _ = _run(self.model, self.modules, [step], see)
+                break
             except Exception as error:  # the model takes no such size
                 problem = problem or f"{type(error).__name__}: {error}"
-                continue
-            self.other, self._other_n_calls = size, self._calls_of(tree)
-            break
         same = [("samples", self.other.batch == self.given.size.batch)]
         same += [("positions", self.other.seq == self.given.size.seq is not None)]
         if fixed := " and ".join(name for name, is_fixed in same if is_fixed):
-            text = (
-                f"the model takes no other number of {fixed}, so axes of that length count as such"
-            )
-            self.notes.append(escape_controls(f"{text} ({problem})"))
+            text = f"no other number of {fixed} runs, so axes of that length count as such"
+            self.notes.append(f"{text} ({problem})")
 
     def tables(self) -> set[Place]:
         """Return the tensors that no value of the changed input changes: positions, masks."""
+        if self._tables is None:
+            found = self._tables = set[Place]()
 
-        def see(_step: Step, call: Call, side: str, parts: list[tuple[str, Tensor]]) -> None:
-            for path, t in parts:
-                mine = self.values.get((call, side, path))
-                if mine is not None and _equal(mine, dense(t)):
-                    self._tables.add((call, side, path))
+            def see(_step: Step, place: Place, t: Tensor) -> None:
+                if place in self.values and _equal(self.values[place], t):
+                    found.add(place)
 
-        if not self._knows_tables:
-            self._knows_tables = True
             step = Step(self.given.changed(seed=7), self.given.size)
             _run(self.model, self.modules, [step], see)
         return self._tables
 
     def positions_are_calls(self, name: str) -> bool:
-        """Whether a module is called once for each position: a cell in a loop over them."""
+        """Return whether a module is called once for each position: a cell in a loop over them."""
         here, there = self.given.size.seq, self.other.seq
-        calls, other = self._n_calls.get(name), self._other_n_calls.get(name)
-        return here != there and here is not None and here > 1 and (calls, other) == (here, there)
+        if here is None or here < 2 or here == there:
+            return False
+        runs = (self.tree.parent, here), (self._other_tree.parent, there or 0)
+        return all(Call(name, n - 1) in made and Call(name, n) not in made for made, n in runs)
 
     def readings(self, place: Place) -> list[Reading]:
         """Return all ways to read the axes of a tensor."""
         call, side, path = place
-        n = 0 if self.positions_are_calls(call.name) else call.n
-        other = self.shapes.get((Call(call.name, n), side, path))
+        if self.positions_are_calls(call.name):
+            call = Call(call.name)
+        other = self.shapes.get((call, side, path))
         shape = tuple(self.values[place].shape)
         return [] if other is None else readings(shape, other, self.given.size, self.other)
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are the same bit by bit, but for kinds of NaN."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+class _Found(NamedTuple):
+    """How far a tensor is from that of the unchanged run, where it must stay."""
+
+    n_different: int = 0
+    rel_error: float = 0.0
+    max_abs_error: float = 0.0
+    axes: str = ""
 
 
 class _Comparison:
@@ -327,139 +313,121 @@ class _Comparison:
         for steps in change.runs:
             _run(ref.model, ref.modules, steps, self.see, change.seed, change.decode)
 
-    def see(self, step: Step, call: Call, side: str, parts: list[tuple[str, Tensor]]) -> None:
-        """Compare the inputs, or the outputs, of a call with the unchanged run's."""
-        if not self.change.needs:
-            for path, t in parts:
-                if (place := (call, side, path)) in self.ref.values:
-                    self.keep(place, self.measure(self.ref.values[place], dense(t), ""))
-            return
-        by_call = self.ref.positions_are_calls(call.name)
-        for here, there in step.pairs:
+    def see(self, step: Step, place: Place, t: Tensor) -> None:
+        """Compare a tensor with that of the unchanged run, where it must stay."""
+        call, side, path = place
+        by_call = bool(self.change.needs) and self.ref.positions_are_calls(call.name)
+        for here, there in step.pairs or [(Region(), Region())]:
+            same, found = place, None
             if by_call and there.positions is not None and here.positions is not None:
                 at = (there.positions == call.n).nonzero()
-                if len(at):
-                    same = Call(call.name, int(here.positions[int(at[0])]))
-                    pair = Region(here.samples), Region(there.samples)
-                    self.compare(step, same, side, parts, *pair, by_call)
+                if not len(at):  # this call's position does not have to stay
+                    continue
+                same = Call(call.name, int(here.positions[int(at[0])])), side, path
+                here, there = Region(here.samples), Region(there.samples)
+            if same in self.ref.values:
+                found = self.compare(same, t, step.size, here, there, by_call)
+            if isinstance(found, _Found):
+                self.found[same] = max(self.found.get(same, found), found)
             else:
-                self.compare(step, call, side, parts, here, there, by_call)
+                self.unjudged.setdefault(same, found or "the unchanged run has no such tensor")
 
     def compare(
-        self,
-        step: Step,
-        call: Call,
-        side: str,
-        parts: list[tuple[str, Tensor]],
-        here: Region,
-        there: Region,
-        by_call: bool,
-    ) -> None:
-        """Compare the part `there` of each tensor with the part `here` of the unchanged run."""
-        ref, change = self.ref, self.change
-        for path, t in parts:
-            place = (call, side, path)
-            if place not in ref.values or t.is_nested:
-                self.unjudged.setdefault(place, "the unchanged run has no such tensor")
+        self, place: Place, b: Tensor, size: Size, here: Region, there: Region, by_call: bool
+    ) -> _Found | str:
+        """Return how far a tensor's part `there` is from the first one's part `here`.
+
+        A reason is returned if that cannot be known.
+        """
+        ref, change, a, results = self.ref, self.change, self.ref.values[place], list[_Found]()
+        if not change.needs:
+            return self.measure(a, b, "")
+        if place in self.skipped:
+            return "a table: no value of the input changes it"
+        if change.exact and a.shape != b.shape:
+            return "its shape depends on values"
+        every = ref.readings(place)
+        ways = [way for way in every if _holds(way, change.needs, by_call)]
+        for way in ways:
+            axes = " × ".join(map(str, way)) + ", positions by call" * by_call
+            if change.exact and place[1] == "in":
+                # scores of queries and keys: what later keys give to a query is an input too
+                several = [d for d, axis in enumerate(way) if axis.positions and not axis.samples]
+                way = tuple(Axis() if d in several[1:] else axis for d, axis in enumerate(way))
+            mine, other = take(a, way, ref.given.size, here), take(b, way, size, there)
+            if mine is None or other is None or mine[0].shape != other[0].shape:
                 continue
-            a, b = ref.values[place], dense(t)
-            if place in self.skipped:
-                self.unjudged.setdefault(place, "no value of the input changes it: a table")
-                continue
-            if change.exact and a.shape != b.shape:
-                self.unjudged.setdefault(place, "its shape depends on values")
-                continue
-            ways = [way for way in ref.readings(place) if _has(way, change.needs, by_call)]
-            results = list[_Found]()
-            for way in ways:
-                mine, other = take(a, way, ref.given.size, here), take(b, way, step.size, there)
-                if mine is None or other is None or mine[0].shape != other[0].shape:
-                    continue
-                if all(map(torch.equal, mine[1], other[1])):
-                    axes = " × ".join(map(str, way)) + ", positions by call" * by_call
-                    results.append(self.measure(mine[0], other[0], axes))
-            if results:  # it has changed only if it has by all readings
-                self.keep(place, min(results, key=lambda found: found.n_different))
-            else:
-                whose = {"either": "samples or positions"}.get(change.needs, change.needs)
-                why = f"no axis is known to hold {whose}", "its size does not follow the input's"
-                self.unjudged.setdefault(place, why[bool(ways)])
+            if all(map(torch.equal, mine[1], other[1])):
+                results.append(self.measure(mine[0], other[0], axes))
+        if results:  # it has changed only if it has by all readings
+            return min(results)
+        if ways:
+            return "its size does not follow the input's"
+        held = {"either": "samples or positions"}.get(change.needs, change.needs)
+        return f"no axis is known to hold {held}"
 
     def measure(self, a: Tensor, b: Tensor, axes: str) -> _Found:
         """Return how far `b` is from `a`, by the change's tolerance."""
         if a.shape != b.shape:
-            return _Found(float("inf"), float("inf"), max(1, a.numel()), axes)
+            return _Found(max(1, a.numel()), math.inf, math.inf, axes)
         discrete = not (a.is_floating_point() or a.is_complex())
         # indices and decisions flip where two values are near, which another layout moves
         if not a.numel() or _equal(a, b) or (discrete and not self.change.exact):
-            return _Found(0.0, 0.0, 0, axes)
+            return _Found(axes=axes)
         rtol = atol = 0.0
         if not self.change.exact:
             usual = max(_RTOL.get(t.dtype.to_real(), 0.0) for t in (a, b))
             rtol = usual if self.rtol is None else self.rtol
             finite = a[a.isfinite() & (a.abs() < 1e30)].abs().double()  # masks hold huge numbers
-            atol = rtol * float(finite.pow(2).mean().sqrt()) if len(finite) else 0.0
+            atol = rtol * float(finite.square().mean().sqrt()) if len(finite) else 0.0
         d = difference(a, b, rtol, atol)
-        return _Found(d.max_abs_error, d.rel_error, d.n_different, axes)
-
-    def keep(self, place: Place, new: _Found) -> None:
-        """Keep the worst of what was found for a tensor."""
-        old = self.found.get(place)
-        if old is None or (new.n_different, new.rel_error) > (old.n_different, old.rel_error):
-            self.found[place] = new
+        return _Found(d.n_different, d.rel_error, d.max_abs_error, axes)
 
     def rows(self) -> list[InvarianceRow]:
         """Return a row for each output that was judged; one has a place if a dependence begins."""
-        tree, modules = self.ref.tree, self.ref.modules
+        tree, modules, made = self.ref.tree, self.ref.modules, list[InvarianceRow]()
         judged = {call for call, side, _ in self.found if side == "out"}
         differ: dict[str, set[Call]] = {"in": set(), "out": set()}
         for (call, side, _), found in self.found.items():
             if found.n_different:
                 differ[side].add(call)
         inputs_differ, stays = differ["in"], judged - differ["out"]
-
-        def has_effect(call: Call) -> bool:  # if not: a scratch value, or one that is masked later
-            return not any(outer in stays for outer in tree.around(call))
-
-        effective = {c for c in differ["in"] | differ["out"] if has_effect(c)}
-        outputs_differ = effective & differ["out"]
-        for call in effective:  # what cannot be judged differs if something in it does
+        # without effect: a value that is not used, or masked later
+        outputs_differ = {c for c in differ["out"] if not any(o in stays for o in tree.around(c))}
+        for call in [*outputs_differ]:  # what cannot be judged differs if something in it does
             outputs_differ |= {outer for outer in tree.around(call) if outer not in judged}
         first = tree.first(inputs_differ, outputs_differ)
         if first is None:
             first = next((c for c in tree.ended if c in outputs_differ), None)
-        made = list[InvarianceRow]()
         for call in tree.ended:
+            m = modules[call.name]
             paths = {p: f for (c, side, p), f in self.found.items() if (c, side) == (call, "out")}
             if call == first and call not in judged:  # shown by what it gives to layers inside
-                inner = [f for (c, *_), f in self.found.items() if tree.parent.get(c) == call]
-                paths = {"": max(inner, key=lambda f: (f.n_different, f.rel_error))}
+                paths = {"": max(f for (c, *_), f in self.found.items() if tree.parent[c] == call)}
             for path, found in paths.items():
-                value = self.ref.values.get((call, "out", path))
                 row = InvarianceRow(
-                    call.name + path,
-                    type(modules[call.name]).__name__,
-                    call.n,
-                    path,
-                    () if value is None else tuple(value.shape),
-                    found.axes,
-                    self.change.words,
-                    found.max_abs_error,
-                    found.rel_error,
-                    found.n_different,
-                    call in inputs_differ,
-                    not found.n_different or call in outputs_differ,
+                    name=call.name + path,
+                    type=type(m).__name__,
+                    call=call.n,
+                    path=path,
+                    shape=tuple(self.ref.values[call, "out", path].shape) if call in judged else (),
+                    axes=found.axes,
+                    change=self.change.words,
+                    max_abs_error=found.max_abs_error,
+                    rel_error=found.rel_error,
+                    n_different=found.n_different,
+                    inputs_differ=call in inputs_differ,
+                    has_effect=not found.n_different or call in outputs_differ,
                 )
                 if call == first and row.differs:
-                    place = tree.place(call, inputs_differ)
-                    if not place and modules[call.name].training:
-                        place = "in training mode"
-                    row, first = replace(row, place=place), None
+                    by_mode = hasattr(m, "running_mean") or "Drop" in row.type
+                    mode = "in training mode" if by_mode and m.training else ""
+                    row, first = replace(row, place=tree.place(call, inputs_differ) or mode), None
                 made.append(row)
         return made
 
 
-def _has(way: Reading, needs: str, by_call: bool) -> bool:
+def _holds(way: Reading, needs: str, by_call: bool) -> bool:
     samples = any(axis.samples for axis in way)
     positions = by_call or any(axis.positions for axis in way)
     return {"samples": samples, "positions": positions, "either": samples or positions}[needs]
@@ -478,8 +446,13 @@ class _Float64(TorchFunctionMode):
         def wide(x: Any) -> Any:
             return torch.float64 if isinstance(x, torch.dtype) and x in self._NARROW else x
 
-        func = Tensor.double if func in self._CASTS else func
-        return func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
+        kwargs = {k: wide(v) for k, v in (kwargs or {}).items()}
+        # Private, torch 2.9 to 2.13: mixtures of experts call it, and it takes no float64. Without
+        # this a model that has one is not confirmed.
+        if getattr(func, "__name__", "") == "_grouped_mm" and args[0].ndim == 2 < args[1].ndim:
+            rows = args[0].tensor_split(kwargs["offs"][:-1].long().cpu())
+            return torch.cat([x @ w for x, w in zip(rows, args[1], strict=True)])
+        return (Tensor.double if func in self._CASTS else func)(*map(wide, args), **kwargs)
 
 
 def _effect(rows: list[InvarianceRow]) -> float:
@@ -488,29 +461,28 @@ def _effect(rows: list[InvarianceRow]) -> float:
     return max(whole or [r.rel_error for r in rows if r.place is not None], default=0.0)
 
 
-def _rounding(
+def _is_rounding(
     rows: list[InvarianceRow], again: Callable[[], list[InvarianceRow]], rtol: float
 ) -> tuple[bool, str]:
     """Return whether what the rows show is rounding, and a note about it.
 
-    Rounding vanishes in float64, a dependence stays as large as it is.
+    Rounding vanishes in float64, where `again` returns the rows; a dependence stays as large.
     """
-    size = _effect(rows)
+    size, default = _effect(rows), torch.get_default_dtype()
     if size > _SMALL * rtol:
         return False, ""
-    default = torch.get_default_dtype()
+    text = f"{rows[0].change}: the output changes by {size:.1g}"
     try:
         torch.set_default_dtype(torch.float64)
         with _Float64():
             rest = _effect(again())
     except Exception as error:
-        why = f"not confirmed in float64 ({type(error).__name__}: {error})"
-        return size < rtol / 10, f"{rows[0].change}: the output changes by {size:.1g}, {why:.120}"
+        why = f"not confirmed in float64 ({type(error).__name__}: {str(error)[:60]})"
+        return size < rtol / 10, f"{text}, {why}"
     finally:
         torch.set_default_dtype(default)
     vanishes = rest < 1e-4 * size
-    note = f"{rows[0].change}: rounding alone, {size:.1g}; in float64 {rest:.1g}"
-    return vanishes, note * vanishes
+    return vanishes, f"{text} by rounding, in float64 by {rest:.1g}" * vanishes
 
 
 def check_invariance(
@@ -522,7 +494,7 @@ def check_invariance(
     seq_dim: int | None = None,
     padded: Any = None,
     documents: Any = None,
-    decode: Callable[[nn.Module, Inputs, Any], Any] | None = None,
+    decode: Decode | None = None,
     rtol: float | None = None,
     **kwargs: Any,
 ) -> Invariance:
@@ -581,24 +553,21 @@ def check_invariance(
     True
     """
     check_choice(WHO, "to", to, _DEPENDS)
-    check_module(WHO, model)
-    check_hookable(unwrap(model), WHO)
+    check_hookable(unwrap(check_module(WHO, model)), WHO)
     if rtol is not None:
         check_number(WHO, "rtol", rtol, 0)
-    for name, value, wanted in (
-        ("padded", padded, "padding"),
-        ("documents", documents, "packing"),
-        ("decode", decode, "cache"),
-    ):
+    options = {"padding": padded, "packing": documents, "cache": decode}
+    for wanted, value in options.items():
         if value is not None and to != wanted:
+            name = {"padding": "padded", "packing": "documents", "cache": "decode"}[wanted]
             raise OptionError(f'{WHO}({name}=…): this is for to="{wanted}", not "{to}".')
-    option = [x for x in (padded, documents, decode) if x is not None]
 
     def prepare(model: nn.Module, inputs: Inputs) -> tuple[_Reference, list[Change]]:
         root = unwrap(model)
         modules = {n: m for n, m, first in walk(root) if first and can_run(m)}
         given = Given(root, inputs, to, vary, batch_dim, seq_dim)
-        given, changes = getattr(kinds, to)(given, *option)
+        option = [options[to]] if to in options else []
+        given, changes = getattr(input_changes, to)(given, *option)
         ref = _Reference(model, modules, given)
         if to != "repeat":
             ref.learn_axes()
@@ -606,20 +575,21 @@ def check_invariance(
 
     def in_float64(i: int) -> list[InvarianceRow]:
         wide = copy.deepcopy(unwrap(model)).double()
-        numbers = tree_map(lambda t: t.double() if t.is_floating_point() else t, everything)
-        ref, changes = prepare(wide, numbers)
+        given = Inputs(inputs, kwargs)
+        given = tree_map(lambda t: t.double() if t.is_floating_point() else t, given)
+        ref, changes = prepare(wide, given)
         return _Comparison(ref, changes[i], rtol).rows()
 
-    everything = Inputs(inputs, kwargs)
-    ref, changes = prepare(model, everything)
-    dtypes = [t.dtype.to_real() for t in ref.values.values() if t.dtype in _RTOL]
-    usual = max((_RTOL[dtype] for dtype in dtypes), default=0.0)
-    rows, unjudged, notes = list[InvarianceRow](), dict[Place, str](), [*ref.notes]
-    skipped = list[str]()
+    ref, changes = prepare(model, Inputs(inputs, kwargs))
+    dtypes = {t.dtype.to_real() for t in ref.values.values()}
+    usual = max((_RTOL[dtype] for dtype in dtypes if dtype in _RTOL), default=0.0)
+    notes = [ref.given.describe(), *ref.notes] if to != "repeat" else []
+    rows, not_judged = list[InvarianceRow](), list[str]()
+    reasons = dict[Place, str]()
     for i, change in enumerate(changes):
         if not change.exact and ref.draws:
             why = "the model draws random numbers, and others in another layout"
-            skipped.append(f"{change.words} ({why})")
+            not_judged.append(f"{change.words} ({why})")
             continue
         try:
             compared = _Comparison(ref, change, rtol)
@@ -627,30 +597,28 @@ def check_invariance(
             if change.exact or len(changes) == 1:
                 error.add_note(f"{WHO}: raised with {change.words}")
                 raise
-            skipped.append(f"{change.words} ({type(error).__name__}: {error})")
+            not_judged.append(f"{change.words} ({type(error).__name__}: {str(error)[:99]})")
             continue
-        unjudged |= {k: why for k, why in compared.unjudged.items() if k[1] == "out"}
+        reasons |= compared.unjudged
         new = compared.rows()
-        if change.needs and any(r.place is not None for r in new):
-            is_rounding, note = _rounding(new, partial(in_float64, i), usual)
+        found = any(r.place is not None for r in new)
+        if found and change.needs:
+            is_rounding, note = _is_rounding(new, partial(in_float64, i), usual)
             notes += [note] * bool(note)
             if is_rounding:
-                new = [replace(r, place=None, n_different=0, has_effect=True) for r in new]
+                new, found = [replace(r, place=None, n_different=0) for r in new], False
         rows += new
-        if any(r.place is not None for r in new):
+        if found:
             break
     if not rows:
-        tried = "; ".join(skipped) or f"no output follows the size of {ref.given.name}"
-        cure = "Call model.eval()" if ref.draws and skipped else "Give batch_dim= and seq_dim="
+        tried = "; ".join(not_judged) or f"no output follows the size of {ref.given.name}"
+        cure = "Call model.eval()" if ref.draws and not_judged else "Give batch_dim= and seq_dim="
         raise ArgumentError(f'{WHO}(to="{to}"): nothing was compared: {tried}. {cure}.')
-    outputs = dict[str, list[str]]()
-    judged = {(r.name, r.call) for r in rows}
-    for (call, _, path), why in unjudged.items():
-        if (call.name + path, call.n) not in judged:
-            outputs.setdefault(why, []).append((call.name or "(model)") + path)
-    for why, names in outputs.items():
-        names = [*dict.fromkeys(names)]
+    judged, by_reason = {(r.name, r.call) for r in rows}, dict[str, dict[str, None]]()
+    for (call, side, path), why in reasons.items():
+        if side == "out" and (call.name + path, call.n) not in judged:
+            by_reason.setdefault(why, {})[(call.name or "(model)") + path] = None
+    for why, names in by_reason.items():
         more = f" and {len(names) - 3} more" * (len(names) > 3)
-        skipped.append(f"{', '.join(names[:3])}{more} ({why})")
-    notes = [ref.given.describe(), *notes] if to != "repeat" else notes
-    return Invariance(tuple(rows), to, tuple(skipped), tuple(notes))
+        not_judged.append(f"{', '.join([*names][:3])}{more}: {why}")
+    return Invariance(tuple(rows), to, tuple(not_judged), tuple(notes))
