@@ -306,8 +306,10 @@ class _Found(NamedTuple):
 class _Comparison:
     """What one change does to each tensor of the unchanged run."""
 
-    def __init__(self, ref: _Reference, change: Change, rtol: float | None) -> None:
-        self.ref, self.change, self.rtol = ref, change, rtol
+    def __init__(
+        self, ref: _Reference, change: Change, rtol: float | None, exact_rtol: float = 0.0
+    ) -> None:
+        self.ref, self.change, self.rtol, self.exact_rtol = ref, change, rtol, exact_rtol
         self.found, self.unjudged = dict[Place, _Found](), dict[Place, str]()
         self.skipped = ref.tables() if change.needs and not change.exact else set[Place]()
         for steps in change.runs:
@@ -374,43 +376,44 @@ class _Comparison:
         # indices and decisions flip where two values are near, which another layout moves
         if not a.numel() or _equal(a, b) or (discrete and not self.change.exact):
             return _Found(axes=axes)
-        rtol = atol = 0.0
-        if not self.change.exact:
-            usual = max(_RTOL.get(t.dtype.to_real(), 0.0) for t in (a, b))
-            rtol = usual if self.rtol is None else self.rtol
-            finite = a[a.isfinite() & (a.abs() < 1e30)].abs().double()  # masks hold huge numbers
-            atol = rtol * float(finite.square().mean().sqrt()) if len(finite) else 0.0
+        usual = max(_RTOL.get(t.dtype.to_real(), 0.0) for t in (a, b))
+        rtol = self.exact_rtol if self.change.exact else usual if self.rtol is None else self.rtol
+        finite = a[a.isfinite() & (a.abs() < 1e30)].abs().double()  # masks hold huge numbers
+        atol = rtol * float(finite.square().mean().sqrt()) if len(finite) else 0.0
         d = difference(a, b, rtol, atol)
         return _Found(d.n_different, d.rel_error, d.max_abs_error, axes)
 
     def rows(self) -> list[InvarianceRow]:
         """Return a row for each output that was judged; one has a place if a dependence begins."""
         tree, modules, made = self.ref.tree, self.ref.modules, list[InvarianceRow]()
-        judged = {call for call, side, _ in self.found if side == "out"}
-        differ: dict[str, set[Call]] = {"in": set(), "out": set()}
-        for (call, side, _), found in self.found.items():
-            if found.n_different:
-                differ[side].add(call)
-        inputs_differ, stays = differ["in"], judged - differ["out"]
+        outputs, inputs_differ = dict[Call, dict[str, _Found]](), set[Call]()
+        for (call, side, path), found in self.found.items():
+            if side == "out":
+                outputs.setdefault(call, {})[path] = found
+            elif found.n_different:
+                inputs_differ.add(call)
+        differ = {c for c, paths in outputs.items() if any(f.n_different for f in paths.values())}
+        stays = set(outputs) - differ
         # without effect: a value that is not used, or masked later
-        outputs_differ = {c for c in differ["out"] if not any(o in stays for o in tree.around(c))}
+        outputs_differ = {c for c in differ if not any(outer in stays for outer in tree.around(c))}
         for call in [*outputs_differ]:  # what cannot be judged differs if something in it does
-            outputs_differ |= {outer for outer in tree.around(call) if outer not in judged}
+            outputs_differ |= {outer for outer in tree.around(call) if outer not in outputs}
         first = tree.first(inputs_differ, outputs_differ)
         if first is None:
             first = next((c for c in tree.ended if c in outputs_differ), None)
+        if first is not None and first not in outputs:  # shown by what it gives to layers inside
+            inside = [f for (c, *_), f in self.found.items() if tree.parent[c] == first]
+            outputs[first] = {"": max(inside)}
         for call in tree.ended:
             m = modules[call.name]
-            paths = {p: f for (c, side, p), f in self.found.items() if (c, side) == (call, "out")}
-            if call == first and call not in judged:  # shown by what it gives to layers inside
-                paths = {"": max(f for (c, *_), f in self.found.items() if tree.parent[c] == call)}
-            for path, found in paths.items():
+            for path, found in outputs.get(call, {}).items():
+                value = self.ref.values.get((call, "out", path))
                 row = InvarianceRow(
                     name=call.name + path,
                     type=type(m).__name__,
                     call=call.n,
                     path=path,
-                    shape=tuple(self.ref.values[call, "out", path].shape) if call in judged else (),
+                    shape=() if value is None else tuple(value.shape),
                     axes=found.axes,
                     change=self.change.words,
                     max_abs_error=found.max_abs_error,
@@ -420,9 +423,9 @@ class _Comparison:
                     has_effect=not found.n_different or call in outputs_differ,
                 )
                 if call == first and row.differs:
-                    by_mode = hasattr(m, "running_mean") or "Drop" in row.type
-                    mode = "in training mode" if by_mode and m.training else ""
-                    row, first = replace(row, place=tree.place(call, inputs_differ) or mode), None
+                    mode = m.training and (hasattr(m, "running_mean") or "Drop" in row.type)
+                    words = ["in training mode"] * mode + [tree.place(call, inputs_differ)]
+                    row, first = replace(row, place=", ".join(filter(None, words))), None
                 made.append(row)
         return made
 
@@ -461,28 +464,32 @@ def _effect(rows: list[InvarianceRow]) -> float:
     return max(whole or [r.rel_error for r in rows if r.place is not None], default=0.0)
 
 
-def _is_rounding(
-    rows: list[InvarianceRow], again: Callable[[], list[InvarianceRow]], rtol: float
-) -> tuple[bool, str]:
-    """Return whether what the rows show is rounding, and a note about it.
+def _confirmed(
+    rows: list[InvarianceRow], in_float64: Callable[[], list[InvarianceRow]], rtol: float
+) -> tuple[list[InvarianceRow], str]:
+    """Return rows that show no rounding as a dependence, and a note about what was found out.
 
-    Rounding vanishes in float64, where `again` returns the rows; a dependence stays as large.
+    A small error may be rounding. Rounding vanishes in float64, a dependence stays as large.
     """
     size, default = _effect(rows), torch.get_default_dtype()
-    if size > _SMALL * rtol:
-        return False, ""
+    first = next((r.rel_error for r in rows if r.place is not None), math.inf)
+    if size > _SMALL * rtol and first > rtol / 10:
+        return rows, ""
     text = f"{rows[0].change}: the output changes by {size:.1g}"
     try:
         torch.set_default_dtype(torch.float64)
         with _Float64():
-            rest = _effect(again())
+            wide = in_float64()
+        if (rest := _effect(wide)) > size / 10:
+            return wide, f"{text}; the errors shown are those in float64"
+        note = f"{text} by rounding, in float64 by {rest:.1g}"
     except Exception as error:
-        why = f"not confirmed in float64 ({type(error).__name__}: {str(error)[:60]})"
-        return size < rtol / 10, f"{text}, {why}"
+        note = f"{text}, not confirmed in float64 ({type(error).__name__}: {str(error)[:60]})"
+        if size > rtol / 10:
+            return rows, note
     finally:
         torch.set_default_dtype(default)
-    vanishes = rest < 1e-4 * size
-    return vanishes, f"{text} by rounding, in float64 by {rest:.1g}" * vanishes
+    return [replace(r, place=None, n_different=0) for r in rows], note
 
 
 def check_invariance(
@@ -556,17 +563,20 @@ def check_invariance(
     check_hookable(unwrap(check_module(WHO, model)), WHO)
     if rtol is not None:
         check_number(WHO, "rtol", rtol, 0)
-    options = {"padding": padded, "packing": documents, "cache": decode}
-    for wanted, value in options.items():
+    options = {
+        "padding": ("padded", padded),
+        "packing": ("documents", documents),
+        "cache": ("decode", decode),
+    }
+    for wanted, (name, value) in options.items():
         if value is not None and to != wanted:
-            name = {"padding": "padded", "packing": "documents", "cache": "decode"}[wanted]
             raise OptionError(f'{WHO}({name}=…): this is for to="{wanted}", not "{to}".')
 
     def prepare(model: nn.Module, inputs: Inputs) -> tuple[_Reference, list[Change]]:
         root = unwrap(model)
         modules = {n: m for n, m, first in walk(root) if first and can_run(m)}
         given = Given(root, inputs, to, vary, batch_dim, seq_dim)
-        option = [options[to]] if to in options else []
+        option = options[to][1:] if to in options else ()
         given, changes = getattr(input_changes, to)(given, *option)
         ref = _Reference(model, modules, given)
         if to != "repeat":
@@ -578,7 +588,7 @@ def check_invariance(
         given = Inputs(inputs, kwargs)
         given = tree_map(lambda t: t.double() if t.is_floating_point() else t, given)
         ref, changes = prepare(wide, given)
-        return _Comparison(ref, changes[i], rtol).rows()
+        return _Comparison(ref, changes[i], rtol, exact_rtol=_RTOL[torch.float64] / 10).rows()
 
     ref, changes = prepare(model, Inputs(inputs, kwargs))
     dtypes = {t.dtype.to_real() for t in ref.values.values()}
@@ -601,14 +611,11 @@ def check_invariance(
             continue
         reasons |= compared.unjudged
         new = compared.rows()
-        found = any(r.place is not None for r in new)
-        if found and change.needs:
-            is_rounding, note = _is_rounding(new, partial(in_float64, i), usual)
+        if change.needs and any(r.place is not None for r in new):
+            new, note = _confirmed(new, partial(in_float64, i), usual)
             notes += [note] * bool(note)
-            if is_rounding:
-                new, found = [replace(r, place=None, n_different=0) for r in new], False
         rows += new
-        if found:
+        if any(r.place is not None for r in new):
             break
     if not rows:
         tried = "; ".join(not_judged) or f"no output follows the size of {ref.given.name}"
