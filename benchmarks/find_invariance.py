@@ -33,6 +33,8 @@ warnings.filterwarnings("ignore")
 LENGTH, CUT, TIMEOUT_S = 24, 13, 90
 CAUSAL = ("repeat", "future", "batch", "order", "padding", "packing", "cache")
 ENCODERS = ("repeat", "batch", "order", "padding")
+TABLE = Counter[Any]()  # the kind, what is said, what the outputs say → how often
+MODELS = Counter[str]()  # built, not built
 # --- tiny models of transformers
 
 SMALL: dict[str, Any] = {
@@ -269,9 +271,7 @@ def _too_long(*_: Any) -> None:
     raise TimeoutError(f"more than {TIMEOUT_S} s")
 
 
-def judge(
-    table: Counter[Any], name: str, kind: str, found: Any, real: Any, rounding: float = 1e-4
-) -> None:
+def judge(name: str, kind: str, found: Any, real: Any, rounding: float = 1e-4) -> None:
     """Count one question, and print it if somebody says yes or the two disagree."""
     said = real_said = "error"
     text = f"{type(found).__name__}: {found}"[:150].replace("\n", " ")
@@ -283,7 +283,7 @@ def judge(
     else:
         real_said = "flag" if real[0] > 1e-9 or real[1] > rounding else "clean"
         numbers = f"values {real[0]:.1e}, layout {real[1]:.1e}"
-    table[kind, said, real_said] += 1
+    TABLE[kind, said, real_said] += 1
     if (said, real_said) != ("clean", "clean"):
         mark = "  " if said == real_said else "≠ "
         print(
@@ -292,12 +292,12 @@ def judge(
         )
 
 
-def print_table(table: Counter[Any], n_models: int) -> None:
+def print_table() -> None:
     """Print the counts of each kind as a Markdown table."""
-    print(f"\n{n_models} models\n\n| to | asked | flag | clean | wrong | not judged |")
+    print(f"\n{dict(MODELS)} models\n\n| to | asked | flag | clean | wrong | not judged |")
     print("|---|---|---|---|---|---|")
-    for kind in dict.fromkeys(k for k, *_ in table):
-        rows = {(said, real): n for (k, said, real), n in table.items() if k == kind}
+    for kind in dict.fromkeys(k for k, *_ in TABLE):
+        rows = {(said, real): n for (k, said, real), n in TABLE.items() if k == kind}
         errors = sum(n for pair, n in rows.items() if "error" in pair)
         flag, clean = rows.get(("flag", "flag"), 0), rows.get(("clean", "clean"), 0)
         total = sum(rows.values())
@@ -315,7 +315,6 @@ def transformers_models(which: str, only: list[str]) -> None:
     if not causal:
         every = {**auto.MODEL_MAPPING_NAMES, **auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
         names = {kind: every[kind] for kind in _ENCODERS.split() if kind in every}
-    table, n_models, n_failed = Counter[Any](), 0, 0
     for kind, name in names.items():
         name = name if isinstance(name, str) else name[0]
         if only and name not in only and kind not in only:
@@ -327,17 +326,15 @@ def transformers_models(which: str, only: list[str]) -> None:
             model if isinstance(model, Exception) else within(partial(output, model, input_ids=ids))
         )
         if isinstance(works, Exception):
-            n_failed += 1
+            MODELS["not built"] += 1
             print(
                 f"  {name:32} not built: {type(works).__name__}: {works}"[:120].replace("\n", " ")
             )
             continue
-        n_models += 1
+        MODELS["built"] += 1
         for to in CAUSAL if causal else ENCODERS:
             found = within(partial(check_invariance, model, input_ids=ids, to=to))
-            judge(table, name, to, found, within(partial(truth, model, to, ids)))
-    print(f"\n{n_failed} not built")
-    print_table(table, n_models)
+            judge(name, to, found, within(partial(truth, model, to, ids)))
 
 
 _VISION = """
@@ -353,7 +350,6 @@ def vision_models(only: list[str]) -> None:
     """Ask of models of timm, in evaluation and in training mode."""
     import timm
 
-    table, n_models = Counter[Any](), 0
     for name in only or _VISION.split():
         torch.manual_seed(0)
         model = within(partial(timm.create_model, name))
@@ -364,7 +360,7 @@ def vision_models(only: list[str]) -> None:
             if p.std() == 0 or p.abs().max() < 1e-3:
                 nn.init.normal_(p, mean=float(p.mean()), std=0.05)
         x = torch.randn(3, *model.default_cfg["input_size"])
-        n_models += 1
+        MODELS["built"] += 1
         for mode, to in (("eval", "batch"), ("eval", "order"), ("train", "batch")):
             model.train(mode == "train")
 
@@ -386,8 +382,7 @@ def vision_models(only: list[str]) -> None:
                 return far(a[:1], values(beside)[:1]), alone
 
             found = within(partial(check_invariance, model, x, to=to))
-            judge(table, name, f"{to}, {mode}", found, within(real), 1e-3)
-    print_table(table, n_models)
+            judge(name, f"{to}, {mode}", found, within(real), 1e-3)
 
 
 def costs() -> None:
@@ -423,10 +418,13 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, _too_long)
     begin = time.time()
-    if args.which == "vision":
-        vision_models(args.only)
-    elif args.which == "costs":
-        costs()
-    else:
-        transformers_models(args.which, args.only)
+    try:
+        if args.which == "vision":
+            vision_models(args.only)
+        elif args.which == "costs":
+            costs()
+        else:
+            transformers_models(args.which, args.only)
+    finally:  # also if somebody has seen enough
+        print_table()
     print(f"{time.time() - begin:.0f} s, torch {torch.__version__}", file=sys.stderr)

@@ -11,8 +11,13 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Places = NDArray[np.int64]
+"""Indices of places along an axis, or of their samples or positions; one dimension."""
 
 _MOST_READINGS = 32
 _STRIDES = (2, 3, 4, 5, 8, 10, 16, 32)
@@ -58,18 +63,18 @@ class Axis:
         held = ["samples"] * self.samples + ["positions"] * self.positions
         return "·".join(held) or "–"
 
-    def owners(self, size: Size) -> tuple[Tensor | None, Tensor | None]:
-        """Return the sample and the first position of each place, two int64 vectors.
+    def owners(self, size: Size) -> tuple[Places | None, Places | None]:
+        """Return the sample and the first position of each place, two vectors.
 
         None if the axis does not hold samples, or positions. -1, or a number beyond the last, marks
         a place that belongs to none.
 
         >>> Axis(samples=True, each=2).owners(Size(3))[0]
-        tensor([0, 0, 1, 1, 2, 2])
+        array([0, 0, 1, 1, 2, 2])
         """
         batch, seq = size.batch, size.seq or 1
         n = (batch if self.samples else 1) * (seq if self.positions else 1)
-        place = torch.arange(-(-n // self.stride) * self.each + self.extra)
+        place = np.arange(-(-n // self.stride) * self.each + self.extra)
         if self.samples and self.positions:
             pair = place // self.each
             one, other = (seq, batch) if self.side_by_side else (batch, seq)
@@ -131,7 +136,7 @@ def _axis_readings(m: int, n: int, a: Size, b: Size) -> list[Axis]:
 
 def take(
     t: Tensor, reading: Reading, size: Size, region: Region
-) -> tuple[Tensor, list[Tensor]] | None:
+) -> tuple[Tensor, list[Places]] | None:
     """Return the part of `t` that belongs to `region`, and which places that part has.
 
     None if the shape of `t` is not that of a run at `size`. The second result holds, for each axis
@@ -143,12 +148,12 @@ def take(
     tensor([[4, 5],
             [0, 1]])
     """
-    places = list[Tensor]()
+    places = list[Places]()
     for dim, axis in enumerate(reading):
         if not (axis.samples or axis.positions):
             continue
         samples, positions = axis.owners(size)
-        number = torch.zeros(t.shape[dim], dtype=torch.int64)
+        number = np.zeros(t.shape[dim], np.int64)
         of_samples = samples, region.samples, size.batch
         of_positions = positions, region.positions, size.seq or 1
         for owner, wanted, n in (of_samples, of_positions):
@@ -156,15 +161,16 @@ def take(
                 continue
             if len(owner) != len(number):
                 return None
-            wanted = torch.arange(n) if wanted is None else wanted
-            rank = torch.full((n + 1,), -1)  # the last one is for places that belong to none
-            rank[wanted] = torch.arange(len(wanted))
-            last = (owner + axis.stride - 1).clamp(max=n - 1)
-            at = rank[owner.masked_fill((owner < 0) | (owner >= n), n)]
-            at = at.masked_fill(rank[last] < 0, -1)  # all positions of a place must be wanted
-            number = torch.where((at < 0) | (number < 0), -1, number * (n + 1) + at)
-        order = number.argsort(stable=True)
+            rank = np.full(n + 1, -1)  # the last one is for places that belong to none
+            chosen = np.arange(n) if wanted is None else wanted.numpy()
+            rank[chosen] = np.arange(len(chosen))
+            at = rank[np.where((owner < 0) | (owner >= n), n, owner)]
+            last = np.minimum(owner + axis.stride - 1, n - 1)
+            at = np.where(rank[last] < 0, -1, at)  # all positions of a place must be wanted
+            number = np.where((at < 0) | (number < 0), -1, number * (n + 1) + at)
+        order = number.argsort(kind="stable")
         order = order[number[order] >= 0]
         places.append(number[order])
-        t = t.index_select(dim, order.to(t.device))
+        if len(order) < len(number) or (order[1:] < order[:-1]).any():
+            t = t.index_select(dim, torch.from_numpy(order).to(t.device))
     return t, places

@@ -178,10 +178,12 @@ class Given:
         """Yield the inputs at other sizes; a model may refuse some. The last is the same size."""
         n, seq = self.size
         more = torch.cat([torch.arange(n), torch.tensor([n - 1])])
-        lengths = [None] if seq is None else [x for x in (seq - 2, seq // 2, seq) if x > 1]
+        shorter = () if seq is None else (seq - 2, seq - 1, seq // 2)
         for samples in (more, torch.arange(n)):
-            for length in lengths:
-                positions = None if length in (None, seq) else torch.arange(length or 0)
+            # an axis of all pairs must not stay as long as it is
+            lengths = [x for x in shorter if x > 1 and x * len(samples) != n * (seq or 0)]
+            for length in [*lengths, seq]:
+                positions = None if length == seq else torch.arange(length or 0)
                 yield self.taken(samples, positions), Size(len(samples), length)
 
     def changed(self, keep: Tensor | None = None, seed: int = 1) -> Inputs:
@@ -221,7 +223,8 @@ class Given:
         low = torch.searchsorted(ordered, columns)
         high = torch.searchsorted(ordered, columns, right=True)
         others = n - (high - low)  # how many have a different value
-        draw = torch.rand(columns.shape, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)  # the same draw for a copy in float64
+        draw = torch.rand(columns.shape, generator=generator, dtype=torch.float64)
         new = ordered.gather(1, (high + (draw * others).long()) % n)
         new = torch.where(others > 0, new, columns).reshape(-1, len(values)).T.reshape(shape)
         new = torch.view_as_complex(new.contiguous()) if rows.is_complex() else new
