@@ -417,6 +417,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, _too_long)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # what was asked by then is counted
     begin = time.time()
     try:
         if args.which == "vision":
@@ -425,6 +426,6 @@ if __name__ == "__main__":
             costs()
         else:
             transformers_models(args.which, args.only)
-    finally:  # also if somebody has seen enough
+    finally:
         print_table()
     print(f"{time.time() - begin:.0f} s, torch {torch.__version__}", file=sys.stderr)
