@@ -505,7 +505,7 @@ def check_invariance(
     seq_dim: int | None = None,
     padded: Any = None,
     documents: Any = None,
-    decode: Decode | None = None,
+    decode: Callable[[nn.Module, Inputs, Any], Any] | None = None,
     rtol: float | None = None,
     **kwargs: Any,
 ) -> Invariance:
