@@ -7,6 +7,7 @@ What is compared with is made by hand, of plain PyTorch hooks, on a model of its
 import random
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,8 +35,10 @@ from hookkit._core.modules import can_run, walk
 from hookkit._core.pytree import tree_map
 from hookkit.edits import edit_grads, edit_outputs
 from hookkit.edits.swapping import Catcher, swap
+from hookkit.errors import HookError
 from hookkit.hooks import hook_inputs, hook_output, hook_outputs
 from hookkit.hooks.selection import leaf_modules
+from hookkit.inspection.collecting import collect
 from hookkit.inspection.features import feature_extractor
 
 pytestmark = pytest.mark.slow
@@ -192,6 +195,23 @@ def test_extracted_features_are_the_first_outputs_of_their_layers(entry: Entry) 
     for name in layers:
         calls = outputs.get(wrapper + name or "(root)", [[]])
         assert same(list(flat(features[name])), calls[0]), name
+
+
+@every([e for e in WHOLE if "cyclic" not in e.tags and e.name != "needs_grad"])  # of its forward
+def test_collected_rows_are_the_outputs_of_layers_or_refused(entry: Entry, tmp_path: Path) -> None:
+    model, outputs = entry.build(), by_hand(entry)[1]
+    wrapper = "module." if entry.name == "data_parallel" else ""
+
+    def forward(model: nn.Module, batch: int) -> None:
+        torch.manual_seed(1)
+        model(*entry.args(), **entry.kwargs())
+
+    for i, name in enumerate([*leaf_modules(model)][:4]):
+        try:
+            acts = collect(model, [0], name, tmp_path / str(i), forward=forward)
+        except (HookError, NotImplementedError):  # called twice, a structure, sparse; no data
+            continue
+        assert same([acts[name][:]], outputs[wrapper + name or "(root)"][0]), name
 
 
 @every([e for e in ZOO if not e.tags & {"raises", "lazy"}])
