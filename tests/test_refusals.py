@@ -167,11 +167,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     # what was stored is in `.stored`
     (lambda: captured()["fc1"].shape, AttributeError, r"Write \.stored\.shape\."),
     (lambda: captured()["fc1"].output, AttributeError, r"Write \.stored\."),
-    (
-        lambda: captured()["fc1"].stord,
-        AttributeError,
-        r"nearest: \.stored; what it stored is in \.stored\.",
-    ),
     (lambda: captured().fc1, AttributeError, r'read by name: h\["fc1"\]\.'),
     (lambda: captured().nothing, AttributeError, r"Hooks have no 'nothing'\.$"),
     # data, targets, names

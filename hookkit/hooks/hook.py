@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookkit._core import distributed as ranks
 from hookkit._core.checks import OfLast
-from hookkit._core.messages import nearest, warn
+from hookkit._core.messages import warn
 from hookkit._core.pytree import Inputs, describe, is_path, tree_leaves, tree_map, tree_set
 from hookkit.errors import (
     CompiledWarning,
@@ -544,11 +544,8 @@ class Hook:
 
         def __getattr__(self, name: str) -> Any:
             """Raise for an unknown name; often an attribute of the stored tensor is meant."""
-            last = vars(self).get("last")
-            has = hasattr(last, name)
-            own = {n for n in dir(type(self)) if n[0] != "_"}
-            near = "" if has else "".join(f"nearest: .{n}; " for n in nearest(name, own, n=1))
-            cure = f"{near}what it stored is in .stored. Write .stored{f'.{name}' if has else ''}."
+            found = f".{name}" if hasattr(vars(self).get("last"), name) else ""
+            cure = f"its value is in .stored. Write .stored{found}."
             raise AttributeError(f"a Hook has no {name!r}: {cure}", name=name, obj=self)
 
     # --- read: fastai's names
