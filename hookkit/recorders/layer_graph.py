@@ -111,16 +111,14 @@ def dropouts(model: nn.Module) -> dict[str, float]:
     >>> dropouts(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.9), nn.LSTM(2, 2, 2, dropout=0.1)))
     {'1': 0.9, '2': 0.1}
     """
-    rates = {name: _rate(m) for name, m, first in walk_modules(model) if first and m.training}
-    return {name: rate for name, rate in rates.items() if rate > 0}
-
-
-def _rate(module: nn.Module) -> float:
-    if isinstance(module, _DROPOUTS):
-        return float(module.p)
-    if isinstance(module, nn.RNNBase):
-        return float(module.dropout) if module.num_layers > 1 else 0.0
-    return float(module.dropout) if isinstance(module, nn.MultiheadAttention) else 0.0
+    rates: dict[str, float] = {}
+    for name, m, first in walk_modules(model):
+        rate = m.p if isinstance(m, _DROPOUTS) else 0.0
+        if isinstance(m, nn.MultiheadAttention) or (isinstance(m, nn.RNNBase) and m.num_layers > 1):
+            rate = m.dropout
+        if first and m.training and rate > 0:
+            rates[name] = float(rate)
+    return rates
 
 
 def _hidden(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
