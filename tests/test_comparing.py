@@ -831,14 +831,22 @@ VMAPPED = Net(lambda m, x: torch.vmap(m.a)(x))
                 match,
             )
             for names, match in (
-                ({"4": "*"}, "more wildcards in the second"),
-                ({"{4,5}": "{a,b,c}"}, "2 names for 3"),
+                ({"4": "*"}, "cannot be read: a wildcard"),
+                ({"{4,5}": "{a,b,c}"}, "as many names"),
                 ({4: "b"}, "is no text"),
                 ({"4": 5}, "is no text"),
             )
         ),
-        (lambda m: compare_models(m, m, X, names={"8": "0"}), SelectionError, 'has "8" in the fi'),
-        (lambda m: compare_models(m, m, X, names={"0": "8"}), SelectionError, 'has "8" in the sec'),
+        (
+            lambda m: compare_models(m, m, X, names={"8": "0"}),
+            SelectionError,
+            'has "8", and the first',
+        ),
+        (
+            lambda m: compare_models(m, m, X, names={"0": "8"}),
+            SelectionError,
+            'has "8", and the sec',
+        ),
         (lambda m: compare_models(m, m, X, isolate=True), OptionError, "isolate= is gone"),
         (lambda m: compare_models(m, m.to("meta"), X), ArgumentError, "without values"),
         (lambda m: compare_models(m, scripted(m), X), HookError, "TorchScript runs no Python"),

@@ -8,7 +8,7 @@ its parts'. Vectors say less (many are all ones), so only layers without a matri
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain, combinations, product
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ Signature = tuple[int, int]
 _NOTHING: Signature = (0, 0)  # of no values, and of zeros
 _WILDCARD = re.compile(r"\*+|\?|\[!?[^]]+\]")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a name
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Pair(NamedTuple):
@@ -44,31 +44,29 @@ class Pair(NamedTuple):
     how: str
 
 
+# -- names ----------------------------------------------------------------------------------------
+
+
 class Names:
     """Reads `names=`: names or globs of the first model, and those that they are in the second."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._rules: list[tuple[list[str], list[str]]] = []
         for old, new in names.items():
-            rule = f"{WHO}: names={{{old!r}: {new!r}}}"
             if not (isinstance(old, str) and isinstance(new, str)):
-                raise OptionError(f"{rule} is no text. Give names or globs, {{in a: in b}}.")
+                raise OptionError(f"{WHO}: names={{{old!r}: {new!r}}} is no text. Give {{a: b}}.")
             olds, news = expand(old), expand(new)
-            if len(olds) == len(news):
-                self._rules += [([o], [n]) for o, n in zip(olds, news, strict=True)]
-            elif 1 in (len(olds), len(news)):
-                self._rules.append((olds, news))
-            else:
+            fused = len(olds) != len(news)
+            wild = min(map(_n_wildcards, olds)) < max(map(_n_wildcards, news))
+            if wild or (fused and 1 not in (len(olds), len(news))):
                 raise OptionError(
-                    f"{rule} has {len(olds)} names for {len(news)}. Give as many in both braces, "
-                    "or one name for a module with fused weights."
+                    f"{WHO}: names={{{old!r}: {new!r}}} cannot be read: a wildcard in the second "
+                    "stands for what the one in its place in the first matches. Give as many names "
+                    "in both braces, or one name for a module with fused weights."
                 )
-            if any(n_wildcards(n) > n_wildcards(o) for o in olds for n in news):
-                raise OptionError(
-                    f"{rule} has more wildcards in the second: each stands for what the one in its "
-                    "place in the first matches."
-                )
-        self._rules.sort(key=lambda rule: n_wildcards(rule[0][0]))
+            parts = zip(([o] for o in olds), ([n] for n in news), strict=False)
+            self._rules += [(olds, news)] if fused else parts
+        self._rules.sort(key=lambda rule: _n_wildcards(rule[0][0]))
 
     def pair(self, name: str) -> Pair:
         """Return the pair of the module `name`; itself in both if no rule fits.
@@ -86,8 +84,7 @@ class Names:
             for olds, news in self._rules:
                 found = next(filter(None, (compile_glob(o).fullmatch(start) for o in olds)), None)
                 if found and not (rest and len(olds) + len(news) > 2):
-                    texts = [text or "" for text in found.groups()]
-                    a, b = (tuple(_filled(p, texts, rest) for p in part) for part in (olds, news))
+                    a, b = (tuple(_filled(p, found, rest) for p in part) for part in (olds, news))
                     return Pair(a, b, "names=")
         return Pair((name,), (name,), "name")
 
@@ -95,23 +92,21 @@ class Names:
         """Raise if a rule names nothing in `first`, or stands for nothing in `second`."""
         for olds, news in self._rules:
             found = [m for old in olds for m in map(compile_glob(old).fullmatch, first) if m]
-            if not found:
-                raise no_such(f'{WHO}: names= has "{olds[0]}" in the first', olds[0], first)
-            texts = [[text or "" for text in m.groups()] for m in found]
-            made = [_filled(new, text, []) for text in texts for new in news]
+            made = [_filled(new, match, []) for match in found for new in news]
             if not {*made} & {*second}:
-                raise no_such(f'{WHO}: names= has "{made[0]}" in the second', made[0], second)
+                which, names = ("second", second) if made else ("first", first)
+                name = (made or olds)[0]
+                raise no_such(f'{WHO}: names= has "{name}", and the {which} has not', name, names)
 
 
-def n_wildcards(pattern: str) -> int:
-    """Return the number of wildcards in a glob without braces."""
+def _n_wildcards(pattern: str) -> int:
     return len(_WILDCARD.findall(pattern))
 
 
-def _filled(pattern: str, texts: list[str], rest: list[str]) -> str:
-    """Return the name that `pattern` stands for if its wildcards stand for `texts`."""
-    left = iter(texts)
-    name = _WILDCARD.sub(lambda _: next(left), pattern)
+def _filled(pattern: str, match: re.Match[str], rest: list[str]) -> str:
+    """Return the name that `pattern` stands for, with the groups of `match` as its wildcards."""
+    texts = iter(match.groups())
+    name = _WILDCARD.sub(lambda _: next(texts) or "", pattern)
     return ".".join(filter(None, [*name.split("."), *rest]))
 
 
@@ -123,22 +118,21 @@ def names_of(pairs: list[Pair]) -> dict[str, str]:
     >>> names_of([Pair((f"h.{i}.q",), (f"layer.{i}.query",), "weights") for i in range(3)])
     {'h.*.q': 'layer.*.query'}
     """
-    globs = dict[str, set[str]]()
+    globs, names = dict[str, set[str]](), dict[str, str]()
     for pair in pairs:
         a, b = braced(pair.a), braced(pair.b)
         alike = _NUMBER.findall(a) == _NUMBER.findall(b)
         globs.setdefault(_NUMBER.sub("*", a), set()).add(_NUMBER.sub("*", b) if alike else "")
-    names = dict[str, str]()
     for as_glob in (True, False):
         for pair in sorted(pairs, key=lambda pair: pair.a[0].count(".")):
-            a, b = braced(pair.a), braced(pair.b)
-            old = _NUMBER.sub("*", a)
+            a = braced(pair.a)
+            both = globs[_NUMBER.sub("*", a)]
             if Names(names).pair(pair.a[0])[:2] == pair[:2]:
                 continue
             if not as_glob:
-                names[a] = b
-            elif len(globs[old]) == 1 and "" not in globs[old]:
-                (names[old],) = globs[old]
+                names[a] = braced(pair.b)
+            elif len(both) == 1 and "" not in both:
+                (names[_NUMBER.sub("*", a)],) = both
     return names
 
 
@@ -151,9 +145,11 @@ def braced(names: tuple[str, ...]) -> str:
     if len(names) == 1:
         return names[0]
     heads = {name.rpartition(".")[0] for name in names}
-    if len(heads) > 1 or "" in heads:
-        return "{" + ",".join(names) + "}"
-    return heads.pop() + ".{" + ",".join(name.rpartition(".")[2] for name in names) + "}"
+    head = heads.pop() + "." if len(heads) == 1 and "" not in heads else ""
+    return head + "{" + ",".join(name.removeprefix(head) for name in names) + "}"
+
+
+# -- pairs ----------------------------------------------------------------------------------------
 
 
 def pair_modules(first: Side, second: Side, names: Names) -> list[Pair]:
@@ -163,22 +159,48 @@ def pair_modules(first: Side, second: Side, names: Names) -> list[Pair]:
     Otherwise names may mean other things, and equal weights count before them; then layers of the
     same size in the same place, in the order of execution; then what is around pairs.
     """
-    found = _Pairing(first, second)
-    found.by_rules(names)
-    if first.saved or second.saved or found.all_named():
-        found.by_name(lambda x, y: True)
-        return [*found.pairs.values()]
-    if not ({""} & {*found.pairs, *found.taken}):
-        found.put(("",), ("",), "name")
-    found.by_weights()
-    found.by_fused_weights()
-    found.by_name(found.alike)
+    kinds = {float_dtype(s.modules[""]) for s in (first, second) if "" in s.modules} - {None}
+    low = min(kinds, key=lambda d: d.itemsize) if len(kinds) > 1 else None  # type: ignore[union-attr]
+    a, b = _Modules(first, low), _Modules(second, low)
+
+    def put(xs: tuple[str, ...], ys: tuple[str, ...], how: str) -> None:
+        pair = Pair(xs, ys, how)
+        a.pairs |= dict.fromkeys(xs, pair)
+        b.pairs |= dict.fromkeys(ys, pair)
+
+    def match(how: str, key: Callable[[_Modules, str], Any], as_many: bool = True) -> None:
+        """Pair the modules with the same key, in the order of their first call."""
+        mine, theirs = a.groups(key), b.groups(key)
+        for k, xs in mine.items():
+            ys = theirs.get(k, [])
+            if len(xs) == len(ys) or not as_many:
+                for x, y in zip(xs, ys, strict=False):
+                    put((x,), (y,), how)
+
+    for name in a.ran:
+        pair = names.pair(name)
+        known = {*pair.a} <= {*a.left()} and {*pair.b} <= {*b.left()}
+        if pair.how == "names=" and known:
+            put(*pair)
+    left = {*a.left()}, {*b.left()}
+    with_params = {n for side in (a, b) for n in side.left() if side.params.get(n)}
+    if first.saved or second.saved or with_params <= left[0] & left[1]:
+        match("name", lambda _, n: (n,))
+        return list(dict.fromkeys(a.pairs.values()))
+    if "" not in {**a.pairs, **b.pairs}:
+        put(("",), ("",), "name")
+    match("weights", lambda m, n: m.weights(n, m.rank(n)), as_many=False)
+    match("weights", lambda m, n: m.weights(n), as_many=False)
+    for x, y in chain(_fused(a, b), ((x, y) for y, x in _fused(b, a))):
+        put(x, y, "weights")
+    match("name", lambda m, n: (n, m.side.types[n]))
+    match("name", lambda m, n: m.sizes(n) and (n, m.sizes(n)))
     for _ in range(2):
-        found.by_order(layers_alone=True, after_same=False)
-        found.by_order(layers_alone=True, after_same=True)
-        found.by_what_is_around()
-        found.by_order(layers_alone=False, after_same=False)
-    return list(dict.fromkeys(found.pairs.values()))
+        match("order", lambda m, n: m.sizes(n) and (m.sizes(n), m.home(n)))
+        match("order", lambda m, n: m.sizes(n) and (m.sizes(n), m.home(n), m.before(n)))
+        match("around", lambda m, n: m.inside(n))
+        match("order", lambda m, n: m.whole(n))
+    return list(dict.fromkeys(a.pairs.values()))
 
 
 class _Modules:
@@ -187,205 +209,102 @@ class _Modules:
     Attributes:
         ran: their names.
         around: for each the names of the modules in whose forward it ran, the innermost first.
-        holders: the modules in whose forward another one ran.
+        holders: the modules in whose forward another one ran; the others are layers.
         params: for each its own parameters, without those of others that ran.
-        total: for each the signature of all matrices in it, for a layer without any of its vectors.
+        pairs: for each that has one its pair.
     """
 
     def __init__(self, side: Side, dtype: torch.dtype | None) -> None:
-        self.side, self.ran = side, side.ran()
-        self.at = {name: i for i, name in enumerate(self.ran)}
+        self.side, self.ran, self.pairs = side, side.ran(), dict[str, Pair]()
         self.around = {n: [c.name for c in side.tree.around(Call(n))] for n in self.ran}
         self.holders = {*chain(*self.around.values())}
-        modules = {n: side.modules[n] for n in self.ran if n in side.modules}
-        ids = {id(m) for m in modules.values()}
-        self.params = {n: [p for _, p in own_params(m, ids)] for n, m in modules.items()}
-        self._signatures, self._dtype = dict[int, Signature](), dtype
+        self._modules = {n: side.modules[n] for n in self.ran if n in side.modules}
+        ids = {id(m) for m in self._modules.values()}
+        self.params = {n: [p for _, p in own_params(m, ids)] for n, m in self._modules.items()}
+        self._dtype, self._signatures = dtype, dict[int | str, Signature]()
 
-    def signature(self, name: str) -> Signature:
+    def left(self) -> list[str]:
+        """Return the names of the modules that are in no pair."""
+        return [n for n in self.ran if n not in self.pairs]
+
+    def groups(self, key: Callable[[_Modules, str], Any]) -> dict[Any, list[str]]:
+        """Return the names that are left by their key; those without one, a false key, not."""
+        made = dict[Any, list[str]]()
+        for n in self.left():
+            if k := key(self, n):
+                made.setdefault(k, []).append(n)
+        return made
+
+    def signature(self, n: str) -> Signature:
         """Return the signature of all matrices in a module, of a layer without any its vectors."""
-        module = self.side.modules[name]
-        chosen = {id(p): p for p in module.parameters() if p.ndim > 1}
-        if not chosen:
-            own = (p for p in self.params[name] if p.numel() > 1)
-            chosen = {id(p): p for p in own if bool((p != p.reshape(-1)[0]).any())}
-        for key, p in chosen.items():
-            if key not in self._signatures:
-                (self._signatures[key],) = signatures(p.reshape(1, -1), self._dtype)
-        return _sum(self._signatures[key] for key in chosen)
+        if n not in self._signatures:
+            chosen = {id(p): p for p in self._modules[n].parameters() if p.ndim > 1}
+            if not chosen:
+                own = (p for p in self.params[n] if p.numel() > 1)
+                chosen = {id(p): p for p in own if bool((p != p.reshape(-1)[0]).any())}
+            for key, p in chosen.items():
+                if key not in self._signatures:
+                    (self._signatures[key],) = signatures(p.reshape(1, -1), self._dtype)
+            self._signatures[n] = _sum(self._signatures[key] for key in chosen)
+        return self._signatures[n]
 
-    def sizes(self, name: str) -> str:
-        """Return the sizes of a module's own matrices, or those of its vectors if it has none."""
-        own = [p for p in self.params[name] if p.ndim > 1]
-        return str(sorted(p.numel() for p in own or self.params[name] if bool(p.any())))
+    def rank(self, n: str) -> int:
+        """Return how many modules inside a module have its weights; the innermost is 0."""
+        same = (m for m in self.ran if n in self.around[m])
+        return sum(self.signature(m) == self.signature(n) for m in same)
 
-    def output(self, name: str) -> Parts:
-        return self.side.values[Key("output", Call(name))]
+    def weights(self, n: str, *more: Any) -> tuple[Any, ...]:
+        """Return the signature of a module, and the size of what it gives."""
+        signature = self.signature(n)
+        return () if signature == _NOTHING else (signature, self.n_outputs(n), *more)
 
+    def n_outputs(self, n: str) -> int:
+        """Return the number of elements in the first tensor that a module gives."""
+        parts = self.side.values[Key("output", Call(n))]
+        return next((t.numel() for _, t in parts if isinstance(t, Tensor)), 0)
 
-class _Pairing:
-    """Finds the pairs of two sides, one rule after another; what is a pair is left alone."""
+    def sizes(self, n: str) -> tuple[int, ...]:
+        """Return the sizes of a layer's matrices, or of its vectors if it has none."""
+        own = () if n in self.holders else self.params[n]
+        matrices = [p for p in own if p.ndim > 1]
+        return tuple(sorted(p.numel() for p in matrices or own if bool(p.any())))
 
-    def __init__(self, first: Side, second: Side) -> None:
-        kinds = {float_dtype(s.modules[""]) for s in (first, second) if "" in s.modules} - {None}
-        low = min(kinds, key=lambda d: d.itemsize) if len(kinds) > 1 else None  # type: ignore[union-attr]
-        self.a, self.b = _Modules(first, low), _Modules(second, low)
-        self.pairs, self.taken = dict[str, Pair](), dict[str, Pair]()
+    def whole(self, n: str) -> tuple[Any, ...]:
+        """Return the size of all parameters in a module whose surroundings are a pair, and that."""
+        size = sum(p.numel() for p in self._modules[n].parameters())
+        around = self.around[n][:1]
+        return (size, self.home(n)) if size and around and around[0] in self.pairs else ()
 
-    def put(self, a: tuple[str, ...], b: tuple[str, ...], how: str) -> None:
-        pair = Pair(a, b, how)
-        self.pairs |= dict.fromkeys(a, pair)
-        self.taken |= dict.fromkeys(b, pair)
+    def home(self, n: str) -> Pair | None:
+        """Return the innermost pair around a module."""
+        return next((self.pairs[m] for m in self.around[n] if m in self.pairs), None)
 
-    def left(self) -> tuple[list[str], list[str]]:
-        """Return the names on both sides that are in no pair."""
-        mine = [n for n in self.a.ran if n not in self.pairs]
-        return mine, [n for n in self.b.ran if n not in self.taken]
+    def before(self, n: str) -> Pair | None:
+        """Return the last pair that was called before a module."""
+        earlier = self.ran[: self.ran.index(n)]
+        return next((self.pairs[m] for m in reversed(earlier) if m in self.pairs), None)
 
-    def by_rules(self, names: Names) -> None:
-        for name in self.left()[0]:
-            pair = names.pair(name)
-            known = {*pair.a} <= {*self.a.ran} and {*pair.b} <= {*self.b.ran}
-            if pair.how == "names=" and known and not self.taken.keys() & {*pair.b}:
-                self.put(*pair)
-
-    def all_named(self) -> bool:
-        """Return whether each layer with parameters that is left has its equal by name."""
-        mine, theirs = self.left()
-        with_params = {n for n in mine if self.a.params[n]} | {
-            n for n in theirs if self.b.params[n]
-        }
-        return with_params <= {*mine} & {*theirs}
-
-    def by_name(self, fits: Any) -> None:
-        mine, theirs = self.left()
-        for name in mine:
-            if name in theirs and fits(name, name):
-                self.put((name,), (name,), "name")
-
-    def alike(self, x: str, y: str) -> bool:
-        """Return whether two modules with the same name may be the same layer."""
-        leaf = x not in self.a.holders, y not in self.b.holders
-        kinds = self.a.side.types[x], self.b.side.types[y]
-        alike = self.a.sizes(x) == self.b.sizes(y) != "[]"
-        return (all(leaf) and alike) or kinds[0] == kinds[1]
-
-    def by_weights(self) -> None:
-        groups = dict[Signature, tuple[list[str], list[str]]]()
-        for i, names in enumerate(self.left()):
-            for n in names:
-                groups.setdefault((self.a, self.b)[i].signature(n), ([], []))[i].append(n)
-        groups.pop(_NOTHING, None)
-        for xs, ys in groups.values():
-            mine, theirs = _nested(self.a, xs), _nested(self.b, ys)
-            if len(mine) != len(theirs):  # tied weights that one of the two has in a function
-                mine, theirs = self._by_output(mine, theirs)
-            for p, q in zip(mine, theirs, strict=True):
-                self._match(p, q)
-
-    def _by_output(self, mine: list[Any], theirs: list[Any]) -> tuple[list[Any], list[Any]]:
-        found = []
-        for p in mine:
-            if q := next((q for q in theirs if self.fits(p[-1], q[-1])), None):
-                theirs.remove(q)
-                found.append((p, q))
-        return [p for p, _ in found], [q for _, q in found]
-
-    def _match(self, p: list[str], q: list[str]) -> None:
-        """Pair modules inside each other: the innermost, the outermost, then those between."""
-        for x in dict.fromkeys((p[-1], *p)):
-            ends = q[::-1] if x == p[-1] else q
-            fit = [y for y in ends if self.fits(x, y)]
-            leaf = x in self.a.holders
-            if fit:
-                y = next((y for y in fit if (y in self.b.holders) == leaf), fit[0])
-                q.remove(y)
-                self.put((x,), (y,), "weights")
-
-    def fits(self, x: str, y: str) -> bool:
-        """Return whether the two modules give tensors of the same size."""
-        return main_pair(self.a.output(x), self.b.output(y)) is not None
-
-    def by_fused_weights(self) -> None:
-        def size(side: _Modules, n: str) -> int:
-            return sum(t.numel() for _, t in side.output(n) if isinstance(t, Tensor))
-
-        for one, other, swapped in ((self.a, self.b, False), (self.b, self.a, True)):
-            fused, parts = self.left()[::-1] if swapped else self.left()
-            fused = [n for n in fused if n not in one.holders]
-            groups = dict[str, list[str]]()
-            for n in parts:
-                if n not in other.holders and other.signature(n) != _NOTHING:
-                    groups.setdefault(other.around[n][0] if other.around[n] else "", []).append(n)
-            tuples = [c for g in groups.values() for k in (2, 3, 4) for c in combinations(g, k)]
-            sums = {_sum(map(other.signature, names)): names for names in tuples}
-            for n in fused:
-                if (names := sums.pop(one.signature(n), None)) and size(one, n) == sum(
-                    size(other, m) for m in names
-                ):
-                    a, b = (names, (n,)) if swapped else ((n,), names)
-                    self.put(a, b, "weights")
-
-    def by_order(self, layers_alone: bool, after_same: bool) -> None:
-        """Pair what has parameters of the same sizes inside the same pair, if both have as many.
-
-        Args:
-            layers_alone: only layers, by the sizes of their own parameters. Otherwise also modules
-                around layers without a partner, by the size of all that is in them.
-            after_same: those that come after the same pair are counted by themselves.
-        """
-
-        def groups(side: _Modules, names: list[str], pairs: dict[str, Pair]) -> dict[Any, Any]:
-            made = dict[Any, list[str]]()
-            for n in names:
-                homes = [pairs[m] for m in side.around[n] if m in pairs]
-                if layers_alone:
-                    counts, sizes = n not in side.holders, side.sizes(n)
-                else:
-                    counts = bool(side.around[n]) and side.around[n][0] in pairs
-                    sizes = str(sum(p.numel() for p in side.side.modules[n].parameters()))
-                if counts and sizes not in ("[]", "0"):
-                    before = [pairs[m] for m in side.ran[: side.at[n]] if m in pairs]
-                    near = before[-1:] if after_same else []
-                    made.setdefault((*homes[:1], sizes, *near), []).append(n)
-            return made
-
-        self._zip(groups, "order")
-
-    def by_what_is_around(self) -> None:
-        def groups(side: _Modules, names: list[str], pairs: dict[str, Pair]) -> dict[Any, Any]:
-            inside = dict[str, set[Pair]]()
-            for n, pair in pairs.items():
-                for outer in side.around.get(n, ()) if n not in side.holders else ():
-                    inside.setdefault(outer, set()).add(pair)
-            made = dict[Any, list[str]]()
-            for n in names:
-                if n in inside:
-                    made.setdefault(frozenset(inside[n]), []).append(n)
-            return made
-
-        self._zip(groups, "around")
-
-    def _zip(self, groups: Any, how: str) -> None:
-        """Pair the modules of the groups that have the same key and as many on both sides."""
-        mine, theirs = self.left()
-        there = groups(self.b, theirs, self.taken)
-        for key, xs in groups(self.a, mine, self.pairs).items():
-            if len(xs) == len(ys := there.get(key, [])):
-                for x, y in zip(xs, ys, strict=True):
-                    self.put((x,), (y,), how)
+    def inside(self, n: str) -> frozenset[Pair]:
+        """Return the pairs of the layers inside a module."""
+        layers = ((m, pair) for m, pair in self.pairs.items() if m not in self.holders)
+        return frozenset(pair for m, pair in layers if n in self.around[m])
 
 
-def _nested(layers: _Modules, names: list[str]) -> list[list[str]]:
-    """Return `names` in lists of those inside each other, the outermost first."""
-    chains = list[list[str]]()
-    for n in names:
-        home = next((c for c in chains if c[-1] in layers.around[n]), None)
-        if home is None:
-            chains.append([n])
-        else:
-            home.append(n)
-    return sorted(chains, key=lambda c: layers.at[c[-1]])
+def _fused(one: _Modules, other: _Modules) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Yield layers of `one`, and those of `other` that together have their weights and outputs."""
+    parts = other.groups(lambda m, n: m.weights(n) and n not in m.holders and (*m.around[n][:1],))
+    tuples = [c for names in parts.values() for k in (2, 3, 4) for c in combinations(names, k)]
+    sums = {
+        (_sum(map(other.signature, names)), sum(map(other.n_outputs, names))): names
+        for names in tuples
+    }
+    for n in [n for n in one.left() if n not in one.holders]:
+        names = sums.get((one.signature(n), one.n_outputs(n)), ())
+        if names and not {*names} & {*other.pairs}:
+            yield (n,), names
+
+
+# -- weights --------------------------------------------------------------------------------------
 
 
 def main_pair(xs: Parts, ys: Parts) -> tuple[tuple[str, Tensor], tuple[str, Tensor]] | None:
@@ -398,11 +317,9 @@ def main_pair(xs: Parts, ys: Parts) -> tuple[tuple[str, Tensor], tuple[str, Tens
             [(p, t) for p, t in parts if isinstance(t, Tensor) and not t.is_nested
              and (t.is_floating_point() or t.is_complex()) == floats] for parts in (xs, ys)
         )  # fmt: skip
-        for x, y in ((x, y) for x in mine for y in theirs):
-            if x[1].numel() == y[1].numel():
-                return x, y
         if mine and theirs:
-            return None
+            both = product(mine, theirs)
+            return next(((x, y) for x, y in both if x[1].numel() == y[1].numel()), None)
     return None
 
 
@@ -415,17 +332,14 @@ def signatures(rows: Tensor, dtype: torch.dtype | None) -> list[Signature]:
         rows = (rows + 0.0).contiguous()  # -0.0 is 0.0
         rows = rows.view(_BITS[rows.element_size()])
     bits = rows.to(torch.int64 if rows.element_size() == 8 else torch.int32)
-    sums = (
-        bits.sum(1, dtype=torch.int64),
-        (bits * bits + (bits >> 7) * bits).sum(1, dtype=torch.int64),
-    )
-    return [*zip(*(s.tolist() for s in sums), strict=True)]
+    mixed = bits * bits + (bits >> 7) * bits
+    sums = (t.sum(1, dtype=torch.int64).tolist() for t in (bits, mixed))
+    return [*zip(*sums, strict=True)]
 
 
-def _sum(parts: Any) -> Signature:
-    one, two = 0, 0
-    for x, y in parts:
-        one, two = (one + x) % 2**64, (two + y) % 2**64
+def _sum(parts: Iterable[Signature]) -> Signature:
+    every = [*parts]
+    one, two = (sum(column) % 2**64 for column in ([p[i] for p in every] for i in (0, 1)))
     return one, two
 
 
@@ -447,13 +361,11 @@ def feature_orders(first: Side, second: Side, pair: Pair) -> list[Tensor]:
 
 
 def _rows(side: Side, names: tuple[str, ...]) -> Iterator[Tensor]:
-    """Yield the weights of `names` as matrices with a row for each feature that they give."""
+    """Yield the weights of `names` as matrices with a row for each feature, taken or given."""
     for axis in (0, 1):
         parts = []
         for name in names:
-            own = [
-                p for _, p in side.modules[name].named_parameters(recurse=False) if p.numel() > 1
-            ]
+            own = [p for p in side.modules[name].parameters(recurse=False) if p.numel() > 1]
             weights = [p.detach() for p in own if p.ndim > 1] or [p.detach() for p in own][:1]
             if len(weights) == 1 and weights[0].ndim > axis:
                 parts.append(weights[0].movedim(axis, 0).reshape(weights[0].shape[axis], -1))
