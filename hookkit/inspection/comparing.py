@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookkit._core.checks import check_callable, check_flag, check_module, check_number
-from hookkit._core.modules import can_run, find, unwrap, walk
+from hookkit._core.modules import can_run, unwrap, walk
 from hookkit._core.pytree import Inputs, tree_leaves
 from hookkit.errors import ArgumentError, OptionError, SelectionError
 from hookkit.hooks.attach import check_hookable
@@ -42,14 +42,13 @@ def compare_models(
 
     For a port and its reference, float32 and bfloat16, before and after surgery, training and
     evaluation mode. `a` is the expected one. Both run in the modes in which they are, from the same
-    random state, without gradients unless `grads`; random states, buffers and modes are restored.
-    Compiled models run eagerly; what both were given and gave is kept until it is compared.
+    random state; random states, buffers and modes are restored. Compiled models run eagerly. What
+    the modules were given and gave is kept until it is compared.
 
-    The modules of the two are pairs by their names, if those of all layers with parameters agree.
-    Otherwise modules with the same weights are pairs, also if the weights are transposed, permuted,
-    split or fused; then those with the same name, then those of the same size in the same place,
-    then what is around pairs. Where a port lays its outputs out otherwise (channels last, heads or
-    batch and positions in one axis), the layout that is nearest counts.
+    Modules are paired by name, if all layers with parameters have their equal. Otherwise by equal
+    weights, also transposed, permuted, split or fused ones; then by name, by size in the order of
+    execution, and by what is inside. A port's outputs may be laid out otherwise: channels last, or
+    with heads, batch and positions in one axis.
 
     Args:
         a: a model, or a file that `Hooks.save` wrote: run in one environment, compare in another.
@@ -58,12 +57,11 @@ def compare_models(
         *inputs: for the models; none where both are files.
         modules: selectors of `a`'s modules, as for `select`: only these are compared. By default
             all that run, or all that the other side, a file, has.
-        names: names or globs in `a`, and the names in `b` that they stand for:
-            `{"encoder.layers.*": "transformer.h.*"}`. A wildcard in the second stands for what the
-            one in the same place of the first matches; braces for as many names (`"{q,k}"`,
-            `"{query,key}"`), or for the parts of a fused weight (`"qkv"`, `"{q,k,v}"`). A name
-            stands for all below it, and the longest that fits counts: `{"": "model"}` where `b` has
-            all of `a` in its `model`. What it does not say is found as without it.
+        names: names or globs in `a`, and what they are in `b`: `{"encoder.layers.*": "h.*"}`. A
+            wildcard in the second stands for what the one in its place in the first matches; braces
+            for as many names (`"{q,k}"`: `"{query,key}"`), or the parts of a fused weight (`"qkv"`:
+            `"{q,k,v}"`). A name stands for all below it, and the longest that fits counts:
+            `{"": "model"}` where `b` has all of `a` in its `model`. The rest is found as without.
         rtol: relative tolerance; by default for the looser of the two dtypes 1e-5 (float32),
             1e-10 (float64), 1e-2 (float16), 5e-2 (bfloat16), 0 for whole numbers. 0 is exact.
         atol: absolute tolerance; by default `rtol` times the root mean square of `a`'s tensor.
@@ -127,7 +125,10 @@ def compare_models(
     elif modules is not None:
         raise ArgumentError(f"{WHO}: modules= selects from a model, and the first is a file.")
     if isinstance(other, nn.Module):
-        second.modules = _partners(other, first, rules, selected)
+        second.modules = _chosen(other, None)[0]
+        wanted = {n for name in first.modules or first.types for n in rules.pair(name).b}
+        if selected and wanted <= second.modules.keys():
+            second.modules = {n: m for n, m in second.modules.items() if n in wanted}
 
     def so_far() -> Comparison:
         pairs = pair_modules(first, second, rules)
@@ -190,20 +191,6 @@ def _chosen(
         name, path = selection.place(key)
         chosen[name], paths[name] = module, (*paths.get(name, ()), path)
     return chosen, paths
-
-
-def _partners(model: nn.Module, first: Side, rules: Names, selected: bool) -> dict[str, nn.Module]:
-    """Return the modules of the second model that are recorded.
-
-    They are all that run; if only some of the first are compared, and all of those have a partner
-    by name, these partners.
-    """
-    every = _chosen(model, None)[0]
-    named = {name for n in first.modules or first.types for name in rules.pair(n).b}
-    found = {name: place for name in named if (place := find(unwrap(model), name)) is not None}
-    if selected and len(found) == len(named):
-        return {name: m for name, (_, m) in found.items() if can_run(m)}
-    return every | {name: m for name, (_, m) in found.items() if can_run(m)}
 
 
 def _every_name(x: nn.Module | Side) -> list[str]:

@@ -6,7 +6,8 @@ Builds on `pairing`, `differences` and `first_difference`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -60,13 +61,13 @@ class RowMaker:
         self._compared = set[tuple[Key, str]]()  # of the second side, with the path
         # the parts of results that are meant, by the second's names
         limits = {self.pair_of[n].b[0]: p for n, p in first.paths.items() if n in self.pair_of}
-        self.limits = limits | second.paths
+        self._limits = limits | second.paths
         # A gradient may be rounding alone (of a key's bias), so all are measured by the largest.
-        self.sizes = dict[str, float]()
+        self._sizes = dict[str, float]()
         for key, parts in first.values.items():
             for _, t in parts if key.what in ("grad", "param_grad") else ():
                 size = root_mean_square(dense(t))
-                self.sizes[key.what] = max(size, self.sizes.get(key.what, 0.0))
+                self._sizes[key.what] = max(size, self._sizes.get(key.what, 0.0))
 
     def comparison(self, selected: bool = False) -> Comparison:
         """Return the rows of all pairs, and where the difference begins.
@@ -79,18 +80,20 @@ class RowMaker:
             if pair is not None and key.what != "input" and key.call.name == pair.a[-1]:
                 self._compare(key, pair)
         named = {pair.b[-1]: pair for pair in self.pairs}
-        for key, parts in self.second.values.items():  # what the first side lacks
-            pair = named.get(key.call.name)
-            if pair is not None and key.what != "input":
-                meant = self._meant(parts, key.what, pair)
-                alone = [p for p in meant if (key, p[0]) not in self._compared]
+        for key in self.second.values:  # what the first side lacks
+            if key.what != "input" and (pair := named.get(key.call.name)):
+                parts = self._parts(self.second, pair.b, key, pair) or []
+                alone = [p for p in parts if (key, p[0]) not in self._compared]
                 self._add_alone(self.second, None, key, alone)
         self._add_modules(self.first, [*self.pair_of], "second")
         if not selected:
             self._add_modules(self.second, [n for pair in self.pairs for n in pair.b], "first")
-        at = self._first()
-        rows = tuple(row for _, row in self.rows)
-        return Comparison(rows, tuple(dict.fromkeys(self.not_judged)), names_of(self.pairs), at)
+        at, place = self._first()
+        rows = [row for _, row in self.rows]
+        if at is not None:
+            rows[at] = replace(rows[at], place=place)
+        notes = tuple(dict.fromkeys(self.not_judged))
+        return Comparison(tuple(rows), notes, names_of(self.pairs), at)
 
     # -- rows --------------------------------------------------------------------------------------
 
@@ -98,20 +101,17 @@ class RowMaker:
         """Add the rows of one call, or of its gradients."""
         xs = self._parts(self.first, pair.a, key, pair) or []
         ys = self._parts(self.second, pair.b, key, pair)
+        error = math.nan
         if key.what == "output":
-            self._compare_inputs(key.call, pair, called=ys is not None)
-        if ys is None:
-            self._add_alone(self.first, key, key, xs)
-            return
-        strict = self.strict or (key.what == "output" and pair.a == pair.b == ("",))
-        matches = _matched(xs, ys, self.strict)
+            error = self._compare_inputs(key.call, pair, called=ys is not None)
+        matches = _matched(xs, ys or [], self.strict)
+        is_root = key.what == "output" and pair.a == pair.b == ("",)
         for path, x, other, y in matches:
             row = self._row(self.first, key, path, x)
-            row = replace(row, name=braced(pair.a) + path, other_name=braced(pair.b) + other)
-            row = self._measured(replace(row, paired=pair.how), x, y, pair)
-            if key.what == "output":
-                row = replace(row, input_error=self.input_error.get(key.call, math.nan))
-            if row.problem and not strict:
+            row = replace(row, name=braced(pair.a) + path, other_name=braced(pair.b) + other,
+                          paired=pair.how, input_error=error,
+                          **self._values(x, y, pair, key.what))  # fmt: skip
+            if row.problem and not (self.strict or is_root):
                 self.not_judged.append(f"{row.label}: {row.problem}")
             else:
                 self.rows.append((key, row))
@@ -120,34 +120,31 @@ class RowMaker:
         self._add_alone(self.first, key, key, [p for p in xs if p[0] not in mine])
 
     def _parts(self, side: Side, names: tuple[str, ...], key: Key, pair: Pair) -> Parts | None:
-        """Return what the modules `names` gave, fused ones joined; None if one gave nothing."""
-        calls = [Key(key.what, Call(name, key.call.n)) for name in names]
-        if not all(call in side.values for call in calls):
-            return None
-        parts = [self._meant(side.values[call], key.what, pair) for call in calls]
-        if len(parts) == 1:
-            return parts[0]
-        joined: Parts = []
-        for path, t in parts[0]:
-            tensors: list[Any] = [dict(found).get(path) for found in parts]
-            if all(isinstance(t, Tensor) for t in tensors):
-                # features are the rows of a weight, channels of a grid, else the last axis
-                dim = 0 if key.what == "param_grad" else 1 if t.ndim > 3 else -1
-                fits = len({t.movedim(dim, -1).shape[:-1] for t in tensors}) == 1
-                joined += [(path, torch.cat(tensors, dim))] if fits else []
-        return joined
+        """Return what the modules `names` gave, fused ones joined; None if one gave nothing.
 
-    def _meant(self, parts: Parts, what: str, pair: Pair) -> Parts:
-        """Return those of `parts` that are compared: the selected ones; beside a file, tensors."""
-        paths = None if what == "param_grad" else self.limits.get(pair.b[0])
-        for path, x in parts if self.has_file else ():
-            if not isinstance(x, Tensor):
+        If some paths were selected, only what is there; beside a file, tensors alone.
+        """
+        every = [side.values.get(Key(key.what, Call(name, key.call.n))) for name in names]
+        parts = [p for p in every if p is not None]
+        if len(parts) < len(names):
+            return None
+        if len(names) > 1:
+            joined: Parts = []
+            for path, t in parts[0]:
+                tensors: list[Any] = [dict(found).get(path) for found in parts]
+                # features are the rows of a weight, the channels of a grid, else the last axis
+                dim = 0 if key.what == "param_grad" else 1 if getattr(t, "ndim", 0) > 3 else -1
+                with suppress(TypeError, RuntimeError):  # no tensors, or of other sizes
+                    joined.append((path, torch.cat(tensors, dim)))
+            return joined
+        paths = None if key.what == "param_grad" else self._limits.get(pair.b[0])
+        meant = []
+        for path, x in parts[0]:
+            if self.has_file and not isinstance(x, Tensor):
                 self.not_judged.append(f"{pair.b[0]}{path} {type(x).__name__}: not in a file")
-        parts = [p for p in parts if isinstance(p[1], Tensor) or not self.has_file]
-        if paths is None:
-            return parts
-        return [(p, x) for p, x in parts
-                if any(p == at or p.startswith((f"{at}.", f"{at}[")) for at in paths)]  # fmt: skip
+            elif paths is None or any(f"{path}.".startswith((f"{at}.", f"{at}[")) for at in paths):
+                meant.append((path, x))
+        return meant
 
     def _row(self, side: Side, key: Key, path: str, x: Any) -> Row:
         name, kind = key.call.name + path, side.types.get(key.call.name, "")
@@ -170,12 +167,13 @@ class RowMaker:
         Beside a file they are differences: nothing that the whole model gives may be in it.
         """
         for name in [n for n in side.ran() if n not in known]:
-            keys = [k for k in side.values if k == Key("output", Call(name, k.call.n))]
+            module = side.modules.get(name)
             if self.strict and self.has_file:
-                rows = [self._row(side, k, *part) for k in keys for part in side.values[k]]
+                own = [(k, p) for k, parts in side.values.items() for p in parts
+                       if k.what == "output" and k.call.name == name]  # fmt: skip
+                rows = [self._row(side, k, *part) for k, part in own]
                 self.rows += [(None, replace(row, problem=f"{MISSING}{other}")) for row in rows]
                 continue
-            module = side.modules.get(name)
             why = f"nothing in the {other} has its weights, name or place"
             if self.strict or module is None:
                 why = f"{MISSING}{other}"
@@ -185,38 +183,40 @@ class RowMaker:
 
     # -- values ------------------------------------------------------------------------------------
 
-    def _measured(self, row: Row, x: Any, y: Any, pair: Pair) -> Row:
-        """Return `row` with how far `y` is from `x`, or why that is not known."""
+    def _values(self, x: Any, y: Any, pair: Pair, what: str) -> dict[str, Any]:
+        """Return how far `y` is from `x`, as fields of a row, or the problem that prevents that."""
         if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
             kind = type(y if isinstance(x, Tensor) else x).__name__
             problem = f"a {kind}, in which hookkit finds no tensor"
-            return row if _equal(x, y) else replace(row, problem=problem)
+            return {"problem": "" if _equal(x, y) else problem}
+        found = self._difference(x, y, pair, what)
+        if found is not None:
+            return found._asdict()
         if x.is_nested or y.is_nested:
-            return replace(row, problem="a nested tensor, which is not compared")
+            return {"problem": "a nested tensor, which is not compared"}
         if x.is_meta or y.is_meta:
-            return replace(row, problem="on meta, without values")
-        found = self._difference(x, y, pair, row.what)
-        if found is None:
-            return replace(row, problem=f"{describe(y)} in the second")
-        return replace(row, **found._asdict())
+            return {"problem": "on meta, without values"}
+        return {"problem": f"{describe(y)} in the second"}
 
     def _difference(self, x: Tensor, y: Tensor, pair: Pair, what: str) -> Difference | None:
         """Return how far `y` is from `x`, in the layout in which it is nearest; None if none fits.
 
         Two modules with the same name have the same layout.
         """
-        x, y, size = dense(x), dense(y), self.sizes.get(what, 0.0)
+        if any(t.is_nested or t.is_meta for t in (x, y)):
+            return None
+        x, y, size = dense(x), dense(y), self._sizes.get(what, 0.0)
 
-        def nearest(ways: Iterator[Tensor]) -> Difference | None:
+        def nearest(ways: Iterable[Tensor]) -> Difference | None:
             found = (difference(x, way, self.rtol, self.atol, size) for way in ways)
             return min(found, key=lambda d: (d.n_different, d.rel_error), default=None)
 
         if self.strict:
-            return nearest(iter([y] * (x.shape == y.shape)))
+            return nearest([y] * (x.shape == y.shape))
         ways = [*laid_out(y, x)]
         if what == "param_grad" and y.ndim == 2 and y.mT.shape == x.shape:
             ways.append(y.mT)
-        best = nearest(iter(ways))
+        best = nearest(ways)
         if best is None or not best.n_different or self.has_file:
             return best
         permuted = nearest(
@@ -228,70 +228,81 @@ class RowMaker:
         )
         return min(best, permuted or best, key=lambda d: (d.n_different, d.rel_error))
 
-    def _compare_inputs(self, call: Call, pair: Pair, called: bool) -> None:
-        """Note how far the inputs of a call are apart; a call that one side lacks begins there."""
-        if pair.a == pair.b == ("",) or not called:
+    def _compare_inputs(self, call: Call, pair: Pair, called: bool) -> float:
+        """Note how far the inputs of a call are apart, and return their relative error.
+
+        A call that one side lacks begins the difference, and so does the model.
+        """
+        xs = self.first.values.get(Key("input", Call(pair.a[0], call.n)), [])
+        ys = self.second.values.get(Key("input", Call(pair.b[0], call.n)), [])
+        if pair.a == pair.b == ("",) or not (called and (xs or ys)):
             self.input_error[call] = 0.0
-            return
-        xs = self.first.values.get(Key("input", Call(pair.a[0], call.n)))
-        ys = self.second.values.get(Key("input", Call(pair.b[0], call.n)))
-        if xs is None or ys is None:  # beside a file
-            self.inputs_differ.add(call)
-            return
+            return 0.0
         both = [(x, y) for (_, x), (_, y) in zip(xs, ys, strict=False)]
         if pair.how != "name" or [(p, t.dtype) for p, t in xs] != [(p, t.dtype) for p, t in ys]:
             main = main_pair(xs, ys)
             both = [] if main is None else [(main[0][1], main[1][1])]
-        judged = [(x, y) for x, y in both if not any(t.is_nested or t.is_meta for t in (x, y))]
-        found = [self._difference(x, y, pair, "input") for x, y in judged]
+        found = [self._difference(x, y, pair, "input") for x, y in both]
         known = [d for d in found if d is not None]
-        if known or not (xs or ys):
-            self.input_error[call] = max((d.rel_error for d in known), default=0.0)
-        unknown = len(known) < len(both) or (bool(xs or ys) and not both)
-        if unknown or any(d.n_different for d in known):
+        if len(known) < max(len(found), 1) or any(d.n_different for d in known):
             self.inputs_differ.add(call)
+        error = max((d.rel_error for d in known), default=math.nan)
+        self.input_error[call] = error
+        return error
 
     # -- the first ---------------------------------------------------------------------------------
 
-    def _first(self) -> int | None:
-        """Return the index of the row where the difference begins, and write its `place` to it."""
+    def _first(self) -> tuple[int | None, str]:
+        """Return the index of the row where the difference begins, and the place in words."""
         tree = self.first.tree
         judged = {k.call for k, _ in self.rows if k is not None and k.what == "output"}
+        inside = {
+            outer: [c for c in tree.begun if c in judged and outer in tree.around(c)]
+            for outer in judged
+        }
         errors = dict[Call, float]()
         for key, row in self.rows:
             if key is not None and key.what == "output" and row.differs:
                 error = math.inf if row.problem else row.rel_error
                 errors[key.call] = max(error, errors.get(key.call, 0.0))
-        inside = {
-            outer: [c for c in tree.begun if c in judged and outer in tree.around(c)]
-            for outer in judged
-        }
         while True:
-            from_inputs = {c for c, error in errors.items()
-                           if error < _AMPLIFIES * self.input_error.get(c, math.inf)}  # fmt: skip
+            from_inputs = {c for c, e in errors.items() if e < _AMPLIFIES * self.input_error[c]}
             makers = tree.makers(self.inputs_differ | from_inputs, errors)
             cut = [c for c in makers if self._has_no_effect(c, makers, inside, errors)]
             if self.strict or not cut:
                 break
-            self._leave_out(cut[0])
+            key, why = Key("output", cut[0]), "it gives something else in the second"
+            self.not_judged += [f"{row.label}: {why}, and what comes of it is the same"
+                                for k, row in self.rows if k == key]  # fmt: skip
+            self.rows = [(k, row) for k, row in self.rows if k != key]
             del errors[cut[0]]
 
         begins = tree.first(self.inputs_differ, errors)
         differ = [i for i, (_, row) in enumerate(self.rows) if row.differs]
-        if not (makers or self.has_file) and begins is not None and Call("") in judged:
+        if makers and not self.has_file:
+            at = next(i for i in differ if self.rows[i][0] == Key("output", makers[0]))
+            if begins in inside[makers[0]]:
+                return at, f"as errors of its layers add up, from {begins.name} on"
+            return at, tree.place(makers[0], self.inputs_differ, judged)
+        if begins is not None and Call("") in judged and not self.has_file:
             # rounding adds up within the model, and what the model gives agrees
             differ = [i for i in differ if self.rows[i][1].what != "output"]
-        if not makers or self.has_file:
-            return self._mark(differ[0], self._why_no_maker(differ[0])) if differ else None
-        at = next(i for i in differ if self.rows[i][0] == Key("output", makers[0]))
-        if begins in inside[makers[0]]:
-            return self._mark(at, f"as errors of its layers add up, from {begins.name} on")
-        return self._mark(at, tree.place(makers[0], self.inputs_differ, judged))
+        return (differ[0], self._where(differ[0])) if differ else (None, "")
 
-    def _mark(self, at: int, place: str) -> int:
+    def _where(self, at: int) -> str:
+        """Return in words which rows around the first that differs agree, if no call makes it."""
         key, row = self.rows[at]
-        self.rows[at] = key, replace(row, place=place)
-        return at
+        if self.has_file:
+            return "of unknown inputs, as a file has none"
+        if key is None or row.what == "output":
+            return "" if row.is_alone else "of inputs that differ"
+        grads = [(k, r) for k, r in self.rows[:at] if k is not None and k.what == "grad"]
+        if row.what == "grad":
+            return (
+                f"in the backward between it and {grads[-1][1].label}" if grads else "of the loss"
+            )
+        own = any(k.call == key.call for k, _ in grads)
+        return "in its own backward, as the gradient of its output agrees" if own else ""
 
     def _has_no_effect(
         self,
@@ -313,25 +324,6 @@ class RowMaker:
         rest = order[max(order.index(c) for c in (call, *inside[call])) + 1 :]
         later = [*takewhile(lambda c: c not in self.inputs_differ, rest)]
         return any(c in makers for c in later) or (outer not in errors and later == rest)
-
-    def _leave_out(self, call: Call) -> None:
-        label = next(row.label for key, row in self.rows if key == Key("output", call))
-        why = "it gives something else in the second, and what comes of it is the same"
-        self.not_judged.append(f"{label}: {why}")
-        self.rows = [(k, r) for k, r in self.rows if k != Key("output", call)]
-
-    def _why_no_maker(self, at: int) -> str:
-        """Return in words which rows around the first that differs agree."""
-        key, row = self.rows[at]
-        if self.has_file:
-            return "of unknown inputs, as a file has none"
-        if row.what == "output" or key is None:
-            return "" if row.is_alone else "of inputs that differ"
-        grads = [r for k, r in self.rows[:at] if k is not None and k.what == "grad"]
-        if row.what == "param_grad":
-            own = any(k == Key("grad", key.call) for k, _ in self.rows[:at] if k is not None)
-            return "in its own backward, as the gradient of its output agrees" if own else ""
-        return f"in the backward between it and {grads[-1].label}" if grads else "of the loss"
 
 
 def _matched(xs: Parts, ys: Parts, strict: bool) -> list[tuple[str, Any, str, Any]]:
