@@ -857,7 +857,7 @@ VMAPPED = Net(lambda m, x: torch.vmap(m.a)(x))
         (
             lambda m: compare_models(m, m, X, grads=True, loss=lambda out: out),
             ArgumentError,
-            "loss gave 5×4, and one number with a gradient is needed",
+            "one number with a gradient, and loss gave 5×4",
         ),
     ],
 )

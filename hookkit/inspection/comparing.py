@@ -21,7 +21,7 @@ from hookkit.hooks.selection import select
 from hookkit.inspection.comparison import Comparison
 from hookkit.inspection.comparison_rows import RowMaker
 from hookkit.inspection.pairing import Names, pair_modules
-from hookkit.inspection.sides import WHO, Side, fitted, read, run, sum_of_outputs
+from hookkit.inspection.sides import WHO, Side, fitted, read, run
 
 Model = nn.Module | str | Path
 
@@ -114,7 +114,6 @@ def compare_models(
         raise ArgumentError(f"{WHO}: loss= is what grads=True differentiates. Give both, or none.")
     one, other, given = _checked("first", a), _checked("second", b), Inputs(inputs, kwargs)
     first, second = (x if isinstance(x, Side) else Side() for x in (one, other))
-    used = (loss or sum_of_outputs) if grads else None
     rules.check(_every_name(one), _every_name(other))
     selected = modules is not None or (first.saved and not second.saved)
     if isinstance(one, nn.Module):
@@ -136,13 +135,13 @@ def compare_models(
 
     try:
         if isinstance(one, nn.Module):
-            run(one, first, given, used)
+            run(one, first, given, grads, loss)
     except Exception as error:
         error.add_note(f"{WHO}: raised by the first model")
         raise
     try:
         if isinstance(other, nn.Module):
-            run(other, second, fitted(given, one, other), used)
+            run(other, second, fitted(given, one, other), grads, loss)
     except Exception as error:
         error.add_note(f"{WHO}: raised by the second model")
         with suppress(Exception):  # of a comparison of half a run

@@ -80,7 +80,13 @@ class Side:
                 self.values[key] = parts
 
 
-def run(model: nn.Module, side: Side, inputs: Inputs, loss: Callable[[Any], Any] | None) -> None:
+def run(
+    model: nn.Module,
+    side: Side,
+    inputs: Inputs,
+    grads: bool = False,
+    loss: Callable[[Any], Any] | None = None,
+) -> None:
     """Run `model` once, and add to `side` what its modules are given and give.
 
     The model, the random states and the inputs are as before afterwards.
@@ -89,7 +95,8 @@ def run(model: nn.Module, side: Side, inputs: Inputs, loss: Callable[[Any], Any]
         model: as the user calls it; compiled parts run eagerly.
         side: its `modules` are recorded.
         inputs: for the model.
-        loss: gives the number that is differentiated from the output; None for no gradients.
+        grads: whether gradients are added too.
+        loss: gives the number that is differentiated from the output; None for its sum.
     """
     edges = dict[Call, list[tuple[str, Any]]]()  # of the outputs that have a gradient
 
@@ -100,20 +107,20 @@ def run(model: nn.Module, side: Side, inputs: Inputs, loss: Callable[[Any], Any]
     def after(call: Call, _m: nn.Module, out: Any) -> None:
         parts = tree_leaves_of_objects(out)
         side.values[Key("output", call)] = _copied(parts)
-        for path, t in parts if loss else ():
+        for path, t in parts if grads else ():
             if isinstance(t, Tensor) and t.requires_grad:
                 edges.setdefault(call, []).append((path, get_gradient_edge(t)))
 
     side.types |= {name: type(m).__name__ for name, m in side.modules.items()}
     with ExitStack() as undo:
         undo.enter_context(preserve_state(model))
-        undo.enter_context(torch.set_grad_enabled(loss is not None))
+        undo.enter_context(torch.set_grad_enabled(grads))
         for handle in side.tree.follow(side.modules, before, after):
             undo.callback(handle.remove)
         copied = real_inputs(inputs)
         out = model(*copied, **copied.kwargs)
-        if loss is not None:
-            _differentiate(_number(loss(out)), edges, side)
+        if grads:
+            _differentiate(_scalar(loss, out), edges, side)
 
 
 def _copied(parts: Parts) -> Parts:
@@ -126,12 +133,16 @@ def _copied(parts: Parts) -> Parts:
     return [(p, snapshot(t.detach()) if isinstance(t, Tensor) else t) for p, t in parts]
 
 
-def _number(loss: Any) -> Tensor:
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
-        return loss
+def _scalar(loss: Callable[[Any], Any] | None, out: Any) -> Tensor:
+    """Return what `loss` gives for a model's output; without it the sum of all floats in that."""
+    floats = [t for t in tree_leaves(out) if t.is_floating_point() and t.requires_grad]
+    value = sum(t.sum().to(floats[0]) for t in floats) if loss is None else loss(out)
+    if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:
+        return value
+    found = f"loss gave {describe(value)}" if loss else "no tensor that a model returns has one"
     raise ArgumentError(
-        f"{WHO}: loss gave {describe(loss)}, and one number with a gradient is needed. Give models "
-        "with parameters that require one, and a loss that gives a scalar."
+        f"{WHO}: grads=True needs one number with a gradient, and {found}. Give models with "
+        "parameters that require one, and a loss that gives a scalar."
     )
 
 
@@ -170,17 +181,6 @@ def own_params(m: nn.Module, others: Collection[int]) -> list[tuple[str, nn.Para
         if id(child) not in others:
             found += [(join(key, name), p) for name, p in own_params(child, others)]
     return found
-
-
-def sum_of_outputs(out: Any) -> Tensor:
-    """Return the sum of all floating point tensors in what a model gave."""
-    parts = [t.sum() for t in tree_leaves(out) if t.is_floating_point() and t.requires_grad]
-    if not parts:
-        raise ArgumentError(
-            f"{WHO}: grads=True, and no tensor that a model returns has a gradient. Give models "
-            "with parameters that require one, or a loss."
-        )
-    return torch.stack([part.to(parts[0]) for part in parts]).sum()
 
 
 def float_dtype(m: nn.Module) -> torch.dtype | None:
