@@ -125,11 +125,28 @@ silent = pytest.mark.filterwarnings("ignore::hookkit.errors.NeverFiredWarning")
 
 @silent
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_stance_that_is_set_in_a_block_stays(block: str, net: Net, stance: Any) -> None:
+def test_a_stance_that_is_set_in_a_block_stays(
+    block: str, net: Net, x: Tensor, stance: Any
+) -> None:
+    torch.compile(lambda x: x + 1, backend="eager")(x)  # from now on blocks set a stance
+
     with BLOCKS[block](net):
         torch.compiler.set_stance("fail_on_recompile")
 
     assert stance() == "fail_on_recompile"
+
+
+def test_a_block_that_is_entered_and_dropped_leaves_the_compiler_as_it_was(
+    x: Tensor, stance: Any
+) -> None:
+    torch.compile(lambda x: x + 1, backend="eager")(x)
+
+    h = hook_outputs([nn.Linear(5, 5)])
+    h.__enter__()
+    inside = stance()
+    del h
+
+    assert (inside, stance()) == ("force_eager", "default")
 
 
 # --- there before the first call
