@@ -29,9 +29,8 @@ from hookkit.errors import OptionError
 from hookkit.inspection.first_difference import Call, CallTree
 
 HEADER = '{"hookkit": "fingerprint", "version": 1}'
-N_PROJECTIONS = 4
-SKETCH = np.dtype([("hash", "<i8"), ("norm", "<f4"), ("projections", "<f4", (N_PROJECTIONS,))])
-"""What a file has of a tensor; see `recorders/sketch.py`."""
+SKETCH = np.dtype([("hash", "<i8"), ("numbers", "<f4", (5,))])
+"""What a file has of a tensor, its norm first; see `recorders/sketch.py`."""
 
 
 class Key(NamedTuple):
@@ -92,8 +91,7 @@ class RunStep:
     def seen(self) -> dict[Key, Seen]:
         """Return all tensors of the step, in the order in which they were seen."""
         hashes = [*self.sketches["hash"].tolist(), None]  # the last one is number -1
-        numbers = np.full((len(hashes), 1 + N_PROJECTIONS), np.nan)
-        numbers[:-1, 0], numbers[:-1, 1:] = self.sketches["norm"], self.sketches["projections"]
+        numbers = [*self.sketches["numbers"].astype(float), np.full(5, np.nan)]
         rows = self.layout.rows
         return {key: Seen(hashes[i], numbers[i], dtype, shape) for key, i, dtype, shape in rows}
 

@@ -3,7 +3,7 @@
 The hash says whether two tensors are equal bit for bit. The projections say how far they are apart,
 without the tensors: for random signs `s`, the mean of `(s·a − s·b)²` is `|a − b|²`.
 
-Both see a tensor as a table with rows of 16 kB, and take their weights from the row and the column:
+Both see 2²⁰ values at a time as a table with rows `r` and columns `c`:
 
 - hash: `Σ A[r] B[c] w[r, c]` modulo 2⁶⁴, of the bytes as 64-bit integers `w`, with odd `A` and `B`
   (multilinear hashing; Lemire and Kaser 2014, section 3). It sees the order of the values.
@@ -12,41 +12,36 @@ Both see a tensor as a table with rows of 16 kB, and take their weights from the
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hookkit._core.devices import widest_float
-from hookkit.inspection.run_file import N_PROJECTIONS
 from hookkit.recorders.moments import plain
 
-_WORDS, _VALUES = 2048, 4096  # 64-bit integers, and floats, in a row of the table
-_ROWS = 64  # rows that are read at once on a CPU: they stay in its cache for the next operation
-_PART = 2**26  # bytes that are read at once on a device, where operations need twice as much again
-
-Sketch = tuple[Any, Any]
-"""The hash, and (5,) numbers: norm and projections. Of the host, or tensors on a device."""
+_PART = 2**20  # values: what is read several times stays in the cache, and copies stay small
+_WIDTH = 4096  # floats in a row of the table; half as many 64-bit integers
+_FIRST = np.arange(5) == 0
+_ODD = 0x1E3779B97F4A7C15  # the hashes of parts are the digits of a number in this base
 
 
-def sketch(t: Tensor) -> Sketch | None:
-    """Return the hash of `t`, and its norm and projections, zeros if it is not floating-point.
+def sketch(t: Tensor) -> Tensor | None:
+    """Return (6,) int64: the hash of `t`, and the bits of its norm and projections in float32.
 
-    On a CPU these are an integer and a (5,) float64 array; elsewhere tensors on the device of `t`,
-    which the host does not wait for. None if `t` has no values to read (see `moments.plain`). A
-    DTensor is its local shard. The hash does not depend on device, strides or machine; the numbers
-    are right to about six digits.
+    It is on the device of `t`, which the host does not wait for. The numbers are zero if `t` is not
+    floating-point. None if `t` has no values to read (see `moments.plain`). A DTensor is its local
+    shard. The hash does not depend on device, strides or machine.
 
-    Cost: on a CPU about 10 µs, and 0.5 ns a float; about 15 launches on a device.
+    Cost: on a CPU about 20 µs, and 0.5 ns a float; about 15 launches on a device.
 
     >>> a = torch.randn(100, 100)
-    >>> sketch(a)[0] == sketch(a.t().contiguous().t())[0], sketch(a)[0] == sketch(a.t())[0]
-    (True, False)
+    >>> turned = a.t().contiguous()
+    >>> [bool(sketch(a)[0] == sketch(b)[0]) for b in (turned.t(), turned)]
+    [True, False]
     """
     t = t.detach()
     t = t.to_dense() if t.layout is torch.sparse_coo else t
@@ -54,94 +49,76 @@ def sketch(t: Tensor) -> Sketch | None:
     values = plain(t)
     if values is None:
         return None
-    flat = values.reshape(-1).contiguous()
-    if flat.stride(0) != 1:  # of an expanded tensor with one value, which counts as contiguous
+    flat = values.reshape(-1)
+    if flat.stride(0) != 1 or flat.storage_offset() % 8:  # else it is viewed as other integers
         flat = flat.clone(memory_format=torch.contiguous_format)
-    raw = flat.view(torch.uint8)
-    if len(raw) % 8 or raw.storage_offset() % 8:  # a view of 64-bit integers needs neither
-        raw = pad(raw, (0, -len(raw) % 8)).clone()
-    x = None
-    if flat.is_floating_point():
-        x = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+    value: Any = 0
+    numbers: Any = 0.0
+    for i, part in enumerate(torch.split(flat, _PART)):
+        words = _table(part.view(torch.uint8), 4 * _WIDTH).view(torch.int64)
+        x = part if part.is_floating_point() else part.new_zeros(0, dtype=torch.float32)
+        x = _table(x if x.dtype in (torch.float32, torch.float64) else x.float(), _WIDTH)
+        new, products = (_on_cpu if flat.is_cpu else _on_device)(words, x, i)
+        value, numbers = value * _ODD + new, numbers + products
     if flat.is_cpu:
-        return _on_cpu(raw.numpy().view(np.int64), None if x is None else x.numpy())
-    with torch.autocast(flat.device.type, enabled=False):
-        return _on_device(raw.view(torch.int64), x)
+        bits = np.sqrt(numbers, out=numbers, where=_FIRST).astype(np.float32).view(np.int32)
+        return torch.from_numpy(np.array([(value + 2**63) % 2**64 - 2**63, *bits.tolist()]))
+    bits = torch.cat([numbers[:1].sqrt(), numbers[1:]]).to(torch.float32).view(torch.int32)
+    return torch.cat([value.view(1), bits])
 
 
-def _on_cpu(words: npt.NDArray[np.int64], x: npt.NDArray[Any] | None) -> Sketch:
-    full, left = divmod(len(words), _WORDS)
-    rows, columns = _weights(_enough(full), 1), _weights(_WORDS, 2)
-    value = int(rows[full]) * int(words[full * _WORDS :] @ columns[:left])
-    if full:
-        value += int((words[: full * _WORDS].reshape(full, _WORDS) @ columns) @ rows[:full])
-    numbers = np.zeros(1 + N_PROJECTIONS)
-    if x is not None:
-        of_rows, signs = _signs(_enough(len(x) // _VALUES), 3), _signs(_VALUES, 4)
-        signs = signs.astype(x.dtype, copy=False)
-        with np.errstate(all="ignore"):  # a mask may hold the largest float
-            for start in range(0, len(x), _ROWS * _VALUES):
-                part, row = x[start : start + _ROWS * _VALUES], start // _VALUES
-                n, left = divmod(len(part), _VALUES)
-                numbers[0] += np.dot(part, part)
-                by_row = part[: n * _VALUES].reshape(n, _VALUES) @ signs
-                numbers[1:] += (by_row * of_rows[row : row + n]).sum(0, dtype=np.float64)
-                if left:
-                    numbers[1:] += (part[n * _VALUES :] @ signs[:left]) * of_rows[row + n]
-        numbers[0] = math.sqrt(numbers[0])
-    return (value + 2**63) % 2**64 - 2**63, numbers
+def _on_cpu(words: Tensor, x: Tensor, i: int) -> tuple[int, Any]:
+    """Return the hash of part number `i`, the square of its norm, and its projections."""
+    columns, rows = _weights(_WIDTH // 2, 1), _weights(4 * _PART // _WIDTH, 2)
+    value = (words.numpy() @ columns[: words.shape[1]]) @ rows[: words.shape[0]]
+    y, signs, of_rows = x.numpy(), _signs(_WIDTH, 3), _signs(_PART // _WIDTH, 4)
+    with np.errstate(all="ignore"):  # a mask may hold the largest float
+        by_row = y @ signs[: y.shape[1]].astype(y.dtype, copy=False)
+        projections = (by_row * of_rows[: len(y)]).sum(0)
+        products = np.array([np.vdot(y, y), *(projections * _signs(1024, 5)[i % 1024])], float)
+    return int(value), products
 
 
-def _on_device(words: Tensor, x: Tensor | None) -> Sketch:
-    device, kind = words.device, widest_float(words.device)
-    columns = _moved(_weights, _WORDS, 2, device, torch.int64)
-    value = torch.zeros((), dtype=torch.int64, device=device)
-    numbers = torch.zeros(1 + N_PROJECTIONS, dtype=kind, device=device)
-    for i, part in enumerate(torch.split(words, _PART // 8)):
-        table, row = _table(part, _WORDS), i * (_PART // 8 // _WORDS)
-        rows = _moved(_weights, _enough(row + len(table)), 1, device, torch.int64)
-        value = value + ((table * columns).sum(1) * rows[row : row + len(table)]).sum()
-    for i, part in enumerate(() if x is None else torch.split(x, _PART // 4)):
-        # in the widest float: TF32 would round the values to three digits
-        table, row = _table(part.to(kind), _VALUES), i * (_PART // 4 // _VALUES)
-        of_rows = _moved(_signs, _enough(row + len(table)), 3, device, kind)
-        by_row = table @ _moved(_signs, _VALUES, 4, device, kind)
-        squares = torch.linalg.vector_norm(table).square().view(1)
-        projected = (by_row * of_rows[row : row + len(table)]).sum(0)
-        numbers = numbers + torch.cat([squares, projected])
-    return value, torch.cat([numbers[:1].sqrt(), numbers[1:]])
+def _on_device(words: Tensor, x: Tensor, i: int) -> tuple[Tensor, Tensor]:
+    """Return the same as `_on_cpu`, as tensors."""
+    device, kind = x.device, widest_float(x.device)
+    columns = _moved(_weights, _WIDTH // 2, 1, device, torch.int64)
+    rows = _moved(_weights, 4 * _PART // _WIDTH, 2, device, torch.int64)
+    value = ((words * columns[: words.shape[1]]).sum(1) * rows[: words.shape[0]]).sum()
+    y = x.to(kind)  # autocast and TF32 would round float32 to three digits
+    signs, of_rows, flips = (
+        _moved(_signs, n, seed, device, kind)
+        for n, seed in ((_WIDTH, 3), (_PART // _WIDTH, 4), (1024, 5))
+    )
+    by_row = y @ signs[: y.shape[1]]
+    projections = (by_row * of_rows[: y.shape[0]]).sum(0) * flips[i % 1024]
+    return value, torch.cat([y.square().sum().view(1), projections])
 
 
 def _table(t: Tensor, width: int) -> Tensor:
-    return pad(t, (0, -len(t) % width)).view(-1, width)
+    """Return `t` in rows, the last one with zeros at its end; one short row as it is."""
+    n = t.shape[0]
+    extra = -n % (width if n > width else 8)  # bytes are to be viewed as 64-bit integers
+    return (pad(t, (0, extra)) if extra else t).view(-1, min(n + extra, width) or width)
 
 
-def _enough(n: int) -> int:
-    """Return a power of two above `n`, so that few tables of weights are kept."""
-    return int(1 << max(6, n.bit_length()))
-
-
-def _noise(n: int, seed: int) -> npt.NDArray[np.uint64]:
-    """Return n random 64-bit numbers, the same ones on every machine: splitmix64 (Steele 2014)."""
+@lru_cache
+def _weights(n: int, seed: int) -> Any:
+    """Return n odd 64-bit numbers, the same ones on every machine: splitmix64 (Steele 2014)."""
     z = np.arange(1, n + 1, dtype=np.uint64) + np.uint64(seed << 40)
     z = z * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    return (z ^ (z >> np.uint64(31))).view(np.int64) | 1
 
 
-@lru_cache(16)
-def _weights(n: int, seed: int) -> npt.NDArray[np.int64]:
-    return _noise(n, seed).view(np.int64) | 1
-
-
-@lru_cache(16)
-def _signs(n: int, seed: int) -> npt.NDArray[np.float32]:
+@lru_cache
+def _signs(n: int, seed: int) -> Any:
     """Return (n, 4) signs, each ±1."""
-    bits = _noise(n, seed)[:, None] >> np.arange(N_PROJECTIONS, dtype=np.uint64)
-    return (bits & np.uint64(1)).astype(np.float32) * 2 - 1
+    bits = _weights(n, seed)[:, None] >> np.arange(8, 12)
+    return (bits & 1).astype(np.float32) * 2 - 1
 
 
-@lru_cache(64)
+@lru_cache
 def _moved(table: Any, n: int, seed: int, device: torch.device, kind: torch.dtype) -> Tensor:
     return torch.from_numpy(table(n, seed)).to(device, kind)
