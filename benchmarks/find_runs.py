@@ -408,7 +408,7 @@ def cost() -> None:
     opt = torch.optim.AdamW(model.parameters(), 1e-4)
 
     def seconds(ids: Tensor, n: int, *cbs: Any) -> float:
-        """Return the CPU time of n steps, after one more."""
+        """Return the CPU time of a step, in the mean of n after the first."""
         with watch(model, opt, *cbs):
             begin = 0.0
             for i in range(n + 1):
@@ -416,18 +416,18 @@ def cost() -> None:
                 model(ids, labels=ids).loss.backward()
                 opt.step()
                 opt.zero_grad()
-            return time.process_time() - begin
+            return (time.process_time() - begin) / n
 
     print("| tokens | a step, ms | every=1 | every=10 |\n|---|---|---|---|")
     for shape in ((8, 128), (1, 128), (1, 32)):
         ids = torch.randint(0, 2000, shape)
         rounds = []
-        for i in range(7):  # paired: what else runs on the machine meets all three
+        for i in range(5):  # paired: what else runs on the machine meets all three
             each = [Fingerprint(FOLDER / f"{shape}{i}{every}", every) for every in (1, 10)]
-            alone = seconds(ids, 10)
+            alone = seconds(ids, 5)
             rounds.append((alone, *(seconds(ids, 10, cb) / alone for cb in each)))
         ms, one, ten = (statistics.median(column) for column in zip(*rounds, strict=True))
-        print(f"| {shape[0]} × {shape[1]} | {ms * 100:.0f} | {one:.2f} | {ten:.2f} |", flush=True)
+        print(f"| {shape[0]} × {shape[1]} | {ms * 1000:.0f} | {one:.2f} | {ten:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,6 @@ class Fingerprint(HookCallback):
     def __init__(self, path: str | Path, every: int = 1, *, modules: Any = None) -> None:
         super().__init__(modules, every, include_paramless=True, on_valid=False)
         self.path = check_path("Fingerprint", path)
-        self.hooks = self._switch = Sketches()
         self._last = -1  # the number of the last recorded step
         self._begun = False  # whether the file is this recorder's own by now
         self._layout: Any = None  # that of the last line
@@ -100,7 +99,6 @@ class Fingerprint(HookCallback):
         return {name: m for name, m, first in walk(model) if first and can_run(m)}
 
     def _register(self, named: Any) -> None:
-        self.hooks.thread = get_ident()
         for name, module, _ in named:
             self.hooks.attach(str(name), module)
 
@@ -121,7 +119,7 @@ class Fingerprint(HookCallback):
                     f"Fingerprint({str(self.path)!r}): there is a file that is no fingerprint, or "
                     f"one of another version of hookkit. Remove it, or choose another path."
                 )
-            self.hooks.end_step()
+            self.hooks = self._switch = Sketches()
         super().before_fit()
 
     def before_batch(self) -> None:
@@ -129,7 +127,7 @@ class Fingerprint(HookCallback):
         self._switch.on = self.learn.training and self.learn.n_steps % self.every == 0
         if self.recording:
             if not self.hooks.trees:
-                self._parameters = [*named_parameters(self.learn.model)]
+                self.hooks.parameters = [*named_parameters(self.learn.model)]
                 self._note_weights("before", "before")
             self.hooks.begin_batch()
 
@@ -140,14 +138,14 @@ class Fingerprint(HookCallback):
                 self.hooks.note("loss", "", 0, "", loss)
             if (scaler := self.learn.step_scaler) is not None:
                 # its scale as a tensor: `get_scale` waits for the device
-                one = torch.ones(1, device=self._parameters[0][2].device)
+                one = torch.ones(1, device=self.hooks.parameters[0][2].device)
                 self.hooks.note("scale", "GradScaler", 0, "", scaler.scale(one))
-            self._read_gradients(p for _, _, p in self._parameters)
+            self._read_gradients(p for _, _, p in self.hooks.parameters)
 
     def after_step(self) -> None:
         """Note the gradients that the step has changed, and the weights; write the step."""
         if self.recording and self.learn.stepped:
-            self._read_gradients(p for _, _, p in self._parameters)
+            self._read_gradients(p for _, _, p in self.hooks.parameters)
             self._note_weights("weight", "buffer")
             self._write(self.learn.n_steps - 1)
             self.hooks.end_step()
@@ -155,15 +153,14 @@ class Fingerprint(HookCallback):
     def cleanup_fit(self) -> None:
         """Take the hooks off, and write the last step."""
         super().cleanup_fit()
-        self.hooks.end_step()
-        self._parameters = []
+        self.hooks = None
         self._flush()
 
     # --- what no hook sees
 
     def _note_weights(self, weight: str, buffer: str) -> None:
-        self.hooks.forget_versions()  # `.data` may have been written without a new version
-        for name, _, p in self._parameters:
+        self.hooks.known.clear()  # `.data` may have been written without a new version
+        for name, _, p in self.hooks.parameters:
             self.hooks.note(weight, name, 0, "", p)
         for name, b in unwrap(self.learn.model).named_buffers():
             self.hooks.note(buffer, name, 0, "", b)
@@ -175,7 +172,7 @@ class Fingerprint(HookCallback):
         """
         if self.recording:
             wanted = {id(p) for p in parameters}
-            for name, _, p in reversed(self._parameters):
+            for name, _, p in reversed(self.hooks.parameters):
                 if id(p) in wanted and p.grad is not None and not self.hooks.knows(p.grad):
                     self.hooks.note_next("param_grad", name, "", p.grad)
 
@@ -228,9 +225,7 @@ class Fingerprint(HookCallback):
             append_lines(self._file, lines)
 
     def __getstate__(self) -> dict[str, Any]:
-        new: Any = Sketches()
-        gone = {"hooks": new, "_switch": new, "_waiting": None, "_parameters": []}
-        return {**super().__getstate__(), **gone}
+        return {**super().__getstate__(), "_waiting": None}
 
     def __repr__(self) -> str:
         return f"Fingerprint({str(self.path)!r})"
@@ -244,6 +239,9 @@ class Sketches(Switch):
         thread: whose forwards are noted.
         id, token: what compiled graphs know it by.
         trees: the calls of each batch of the step.
+        parameters: of the model, by name, as the step began.
+        known: of each tensor that was read, by id: itself, if it still lives, its version, the
+            number of its sketch.
     """
 
     def __init__(self) -> None:
@@ -256,20 +254,21 @@ class Sketches(Switch):
     def end_step(self) -> None:
         """Forget everything: a step begins."""
         self.trees: list[CallTree] = []
-        # of each call in a batch: the class of the module, its mode, and what it says of itself
-        self._kinds: list[list[tuple[str, bool, str]]] = []
+        self.parameters: list[tuple[str, str, nn.Parameter]] = []
+        # for each batch: call → name, number of the call around it, class, mode, `extra_repr`
+        self._calls: list[dict[Call, tuple[str, int, str, bool, str]]] = []
         # (what, batch, name, call, path) → the number of a sketch, dtype and shape
         self._rows: dict[tuple[str, int, str, int, str], tuple[int, str, tuple[int, ...]]] = {}
         self._sketches: list[Tensor] = []
-        # of each tensor, by id: itself, if it still lives, its version, the number of its sketch
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+        self.known: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._n_grads = Counter[tuple[str, str, str]]()
         self._call: Call | None = None  # whose inputs or outputs are being noted
 
     def begin_batch(self) -> None:
         """Begin a batch of the step."""
         self.trees.append(CallTree())
-        self._kinds.append([])
+        self._calls.append({})
+        self._at: dict[Call, int] = {}  # the number of each call in this batch
         for name, state in random_states().items():
             for path, t in tree_leaves_with_path(state):
                 self.note("random", name, 0, path, t)
@@ -348,11 +347,14 @@ class Sketches(Switch):
         name, module = self._modules[row]
         self._call = None
         if module.training or torch.is_grad_enabled() or self.trees[-1].current is not None:
-            self._call = self.trees[-1].begin(name)
+            tree, calls = self.trees[-1], self._calls[-1]
+            around = -1 if tree.current is None else self._at[tree.current]
             # what a module of PyTorch says of itself shows an attribute that differs
             is_torch = type(module).__module__.startswith("torch.nn.modules")
             says = module.extra_repr() if is_torch and not submodules(module) else ""
-            self._kinds[-1].append((class_name(module), module.training, says))
+            self._call = tree.begin(name)
+            self._at[self._call] = len(calls)
+            calls[self._call] = name, around, class_name(module), module.training, says
 
     # --- rows
 
@@ -362,9 +364,9 @@ class Sketches(Switch):
             found = sketch(t)
             number = -1 if found is None else len(self._sketches)
             self._sketches += [] if found is None else [found]
-            self._known[id(t)] = weakref.ref(t), _version(t), number
+            self.known[id(t)] = weakref.ref(t), _version(t), number
         batch = len(self.trees) - 1 if what in ("random", "input", "output") else 0
-        number = self._known[id(t)][2]
+        number = self.known[id(t)][2]
         self._rows[what, batch, name, call, path] = number, str(t.dtype)[6:], tuple(t.shape)
 
     def note_next(self, what: str, name: str, path: str, t: Tensor) -> None:
@@ -375,23 +377,14 @@ class Sketches(Switch):
 
     def knows(self, t: Tensor) -> bool:
         """Return whether this tensor was read, and has not been written since."""
-        known = self._known.get(id(t))
+        known = self.known.get(id(t))
         return known is not None and known[0]() is t and known[1] == _version(t)
-
-    def forget_versions(self) -> None:
-        """Read all tensors anew from now on."""
-        self._known.clear()
 
     # --- the end of a step
 
     def layout(self) -> dict[str, Any]:
         """Return what the step consists of, as the file has it, without the values."""
-        calls = []
-        for tree, kinds in zip(self.trees, self._kinds, strict=True):
-            at: dict[Call | None, int] = {call: i for i, call in enumerate(tree.begun)}
-            at[None] = -1
-            batch = zip(tree.begun, kinds, strict=True)
-            calls.append([(call.name, at[tree.parent[call]], *kind) for call, kind in batch])
+        calls = [[*batch.values()] for batch in self._calls]
         return {"calls": calls, "rows": [(*key, *row) for key, row in self._rows.items()]}
 
     def read_later(self) -> tuple[Callable[[], Any], bool]:
@@ -401,21 +394,21 @@ class Sketches(Switch):
             A function that waits for them and returns an array of `SKETCH`; and whether it has
             nothing to wait for, since all of them are on the CPU.
         """
-        n, places = len(self._sketches), dict[torch.device, list[int]]()
-        for i, found in enumerate(self._sketches):
-            places.setdefault(found.device, []).append(i)
-        copies = [(at, to_host_async(torch.stack([self._sketches[i] for i in at])))
-                  for at in places.values()]  # fmt: skip
+        devices = [found.device for found in self._sketches]
+        copies = {
+            device: to_host_async(torch.stack([s for s in self._sketches if s.device == device]))
+            for device in set(devices)
+        }
 
         def read() -> Any:
-            array = np.zeros(n, SKETCH)
-            for at, wait in copies:
-                found = wait().numpy()
-                array["hash"][at] = found[:, 0]
-                array["numbers"][at] = found[:, 1:].astype(np.int32).view(np.float32)
+            parts = {device: iter(wait().numpy()) for device, wait in copies.items()}
+            found = np.array([next(parts[device]) for device in devices]).reshape(-1, 6)
+            array = np.zeros(len(found), SKETCH)
+            array["hash"] = found[:, 0]
+            array["numbers"] = found[:, 1:].astype(np.int32).view(np.float32)
             return array
 
-        return read, all(device.type == "cpu" for device in places)
+        return read, all(device.type == "cpu" for device in copies)
 
 
 def _version(t: Tensor) -> int:
