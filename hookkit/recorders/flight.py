@@ -49,28 +49,26 @@ _CURE = 'Look there first; FlightRecorder("skip") skips such steps, "report" onl
 
 
 class FlightRecorder(HookCallback):
-    """Finds the first NaN or Inf in loss, activations and gradients, and reports what led to it.
+    """Find the first NaN or Inf in loss, activations and gradients, and report what led to it.
 
-    Before the weights change, the batch of an incident is run again, with the same random numbers,
-    and the report names the function and the line that made it (see `find_nonfinite`). The run is
-    left as it was. If the second run does not repeat the incident, the report says so. A model that
-    draws from NumPy's generator is repeated with `save=` only, since keeping its state is slow.
+    The batch of an incident is run again before the weights change, with the same random numbers
+    (those of NumPy with `save=` only), and the report names the function and the line that made it:
+    see `find_nonfinite`. If the second run does not repeat the incident, the report says so.
 
-    It costs one read of each output and of each gradient, every step: a few per cent of the step of
-    a large model, and more than the step itself of a tiny one (see `benchmarks/TABLE.md`). Until
-    the step it keeps references to the model's inputs and outputs, and to the outputs' gradients.
+    It costs one read of each output and gradient, every step: a few per cent of a large model's
+    step, and more than that of a tiny one (see `benchmarks/TABLE.md`). Until the step it holds the
+    model's inputs, outputs and the outputs' gradients, by reference.
 
     Args:
         on_nonfinite: `"raise"` a `NonFiniteError`; `"skip"` the optimizer step of that batch; or
             `"report"` only: it is then in `incidents`.
         n_batches: how many batches to remember: the norms of outputs and gradients, not the values.
         modules: which, as for `select`; None takes every module without children.
-        save: a folder. An incident's batch is written there, with its random states, for `replay`.
-            Each process has files of its own.
+        save: a folder for the batches of incidents, which `replay` reads.
         spike: also save the batch of a loss that is this many standard deviations above the mean of
             the last 128, once there are 20. It is evidence, no alarm: nothing is reported.
-        weights: also save the weights that the batch had. The buffers are those after its forward.
-        keep: how many files to write in one run. The last is for a NaN or Inf.
+        weights: also save the weights of then. Buffers are those after the forward.
+        keep: how many files to write. The last is for a NaN or Inf.
 
     Attributes:
         incidents: what was found, a tuple of `Incident`; of several bad batches in a row the first.
@@ -85,9 +83,8 @@ class FlightRecorder(HookCallback):
     processes each looks for itself, and none runs a batch again; `gather()` of the Watcher or
     Learner joins what they found.
 
-    On a GPU only `save=` and `"skip"` look before the step, which waits for the device once a
-    batch. Without them the answer comes a step later, and no batch is run again. If `w.loss(loss)`
-    comes after the step, the weights of a spike are gone, and its file is without them.
+    On a GPU only `save=` and `"skip"` look before the step, which waits once a batch; otherwise no
+    batch is run again. A `w.loss(loss)` after the step is too late for the weights of a spike.
 
     Raises:
         OptionError: an option that cannot work; as a fit begins: `"skip"` in several processes,
@@ -168,7 +165,7 @@ class FlightRecorder(HookCallback):
     # --- events
 
     def before_fit(self) -> None:
-        """Hooks the modules. Of an earlier fit only the incidents are kept."""
+        """Hook the modules. Of an earlier fit only the incidents are kept."""
         if self.learn.fitting:
             if self.on_nonfinite == "skip" and ranks.is_distributed():
                 raise OptionError(
@@ -187,7 +184,7 @@ class FlightRecorder(HookCallback):
         super().before_fit()
 
     def before_batch(self) -> None:
-        """Begins the next batch in memory."""
+        """Begin the next batch in memory."""
         self._switch.late = False
         super().before_batch()
         if self.recording:
@@ -199,11 +196,11 @@ class FlightRecorder(HookCallback):
             self._memory.batches.append(Batch(*place))
 
     def after_pred(self) -> None:
-        """Notes that the model has returned: a layer called now counts if it makes the loss."""
+        """Note that the model has returned: a layer called now counts if it makes the loss."""
         self._switch.late = True
 
     def before_step(self) -> None:
-        """Looks at all norms, while bad gradients can still be kept from the weights."""
+        """Look at all norms, while bad gradients can still be kept from the weights."""
         if not self.recording:
             return
         if graph_task() != -1:
@@ -223,12 +220,12 @@ class FlightRecorder(HookCallback):
             )
 
     def after_step(self) -> None:
-        """Takes the norms of the gradients that the step used; a closure computes them within."""
+        """Take the norms of the gradients that the step used; a closure computes them within."""
         if self.recording and self.learn.stepped and self._memory.batches[-1].is_finite is None:
             self._ask()
 
     def after_batch(self) -> None:
-        """Looks at a batch that no step followed."""
+        """Look at a batch that no step followed."""
         if not self.recording:
             return
         if self.learn.in_closure:
@@ -243,14 +240,14 @@ class FlightRecorder(HookCallback):
         self._look(wait=self._waits)
 
     def after_fit(self) -> None:
-        """Reads the last batch's answer."""
+        """Read the last batch's answer."""
         super().after_fit()
         if self._memory is not None:  # a validation has none
             self._see_loss(of_last=True)
             self._look(wait=True)
 
     def cleanup_fit(self) -> None:
-        """Takes the hooks off."""
+        """Take the hooks off."""
         super().cleanup_fit()
         self._switch.on = False
         self._memory = self._calls = self.hooks.target = None
@@ -258,7 +255,7 @@ class FlightRecorder(HookCallback):
     # --- looking
 
     def _ask(self, grads: bool = True) -> None:
-        """Takes the norms of the loss and the gradients, and asks whether all norms are finite."""
+        """Take the norms of the loss and the gradients, and ask whether all norms are finite."""
         memory, loss = self._memory, self.learn.loss
         if isinstance(loss, Tensor):
             memory.update(memory.names.index(_LOSS), 0, "", loss)
@@ -267,7 +264,7 @@ class FlightRecorder(HookCallback):
         memory.batches[-1].ask()
 
     def _read_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Takes the norms of gradients that an optimizer has used, each once in a batch.
+        """Take the norms of gradients that an optimizer has used, each once in a batch.
 
         Loops call it after each optimizer of several: the gradients may be reset before the end.
         """
@@ -278,9 +275,9 @@ class FlightRecorder(HookCallback):
             batch.grads += [([id(new[i]) for i in at], norms) for at, norms in grad_norms(new)]
 
     def _look(self, wait: bool) -> bool:
-        """Returns whether this batch, if `wait`, or the one before has a value that is not finite.
+        """Return whether this batch, if `wait`, or the one before has a value that is not finite.
 
-        Keeps what was not finite as an incident, of several bad batches in a row the first.
+        Keep what was not finite as an incident, of several bad batches in a row the first.
         """
         batches, bad = self._memory.batches, False
         for i in range(max(len(batches) - 2, 0), len(batches) if wait else len(batches) - 1):
@@ -315,6 +312,8 @@ class FlightRecorder(HookCallback):
             except Exception as error:  # the report is right without it
                 notes.append(f"It could not be run again ({type(error).__name__}: {error}).")
             else:
+                if found.rows and incident.origin == "function":
+                    notes.clear()  # where to look is known now
                 notes.append(f"Run again: {found.verdict}." if found.rows else _NOT_REPEATED)
         incident = replace(incident, note=" ".join(filter(None, notes)))
         if self.save is None or calls.lost:
@@ -372,7 +371,7 @@ class FlightRecorder(HookCallback):
                     warn(f"FlightRecorder(spike={self.spike:g}): {text}. {saved}")
 
     def _gather(self) -> None:
-        """Joins the incidents of all ranks, in the order of their steps: each rank has to call."""
+        """Join the incidents of all ranks, in the order of their steps: each rank has to call."""
         first = dict[Any, Any]()
         for incident in (i for own in ranks.gather_object(self.incidents) for i in own):
             first.setdefault((incident.step, incident.kind, incident.name), incident)
@@ -407,7 +406,7 @@ class Batch:
 
     @torch.no_grad()
     def ask(self) -> None:
-        """Has the device answer whether all norms are finite, and send the answer."""
+        """Ask the device whether all norms are finite, without waiting for the answer."""
         norms = [norm for norm, _ in self.outputs.values()] + [norms for _, norms in self.grads]
         if norms:
             device = norms[0].device
@@ -439,7 +438,7 @@ class Memory:
         self.thread, (self.id, self.token) = get_ident(), enlist(self)
 
     def update(self, row: int, leaf: int, path: str, t: Tensor) -> None:
-        """Adds a tensor to the norm of a layer, which may run several times in a batch."""
+        """Add a tensor to the norm of a layer, which may run several times in a batch."""
         if torch.compiler.is_compiling():
             show_traced(self, row, leaf, path, t)
         elif t.is_floating_point() and (values := plain(t)) is not None and values.numel():

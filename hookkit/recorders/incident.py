@@ -33,19 +33,16 @@ from hookkit.inspection.differences import dense
 from hookkit.inspection.nonfinite import ModelCall, NonFinite, is_bad, search
 from hookkit.inspection.preserve import copied_inputs, preserve_state
 
-_MOST = 64  # calls of parts of a model in one batch; a model that runs itself makes one
-
 
 class ModelCalls:
-    """Keeps the outermost calls of a model and its parts in one batch.
+    """Keep the outermost calls of a model and its parts in one batch.
 
     Args:
         outer: the model, in its wrappers.
         for_file: also keep the state of NumPy's generator, which takes longer than all the rest.
 
     Attributes:
-        calls: as they were made, the first 64.
-        n_calls: how many were made.
+        calls: as they were made.
     """
 
     def __init__(self, outer: nn.Module, for_file: bool) -> None:
@@ -56,7 +53,7 @@ class ModelCalls:
 
     def clear(self) -> None:
         """Forget the batch: the next one begins."""
-        self.calls, self.n_calls, self._depth = list[ModelCall](), 0, 0
+        self.calls, self._depth = list[ModelCall](), 0
         self._weights, self._inputs = 0, list[int]()  # how often they had been written to
 
     def attach(self, switch: Switch) -> None:
@@ -85,19 +82,17 @@ class ModelCalls:
         if not name and self._on_parts:
             remove_all(self._on_parts)
             self._on_parts = []
-        if not self.n_calls:
+        if not self.calls:
             self._weights = sum(map(_n_writes, self._params))
-        self.n_calls += 1
-        if self.n_calls <= _MOST:
-            states = random_states(with_numpy=self.for_file)
-            self.calls.append(ModelCall(name, Inputs(args, kwargs), states))
-            self._inputs += map(_n_writes, tree_leaves((args, kwargs)))
+        states = random_states(with_numpy=self.for_file)
+        self.calls.append(ModelCall(name, Inputs(args, kwargs), states))
+        self._inputs += map(_n_writes, tree_leaves((args, kwargs)))
 
     def _after(self, m: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if call_kind(self._thread) != "first" or not self._depth:
             return
         self._depth -= 1
-        if self._depth or self.n_calls > _MOST or output is None:
+        if self._depth or output is None:
             return
         call = self.calls[-1]
         call.output = tree_map(Tensor.detach, output)
@@ -115,8 +110,6 @@ class ModelCalls:
         """Why the batch is not known any more; `""` if it is."""
         if not self.calls:
             return "the model ran in compiled code, or in another thread"
-        if self.n_calls > _MOST:
-            return f"it made {self.n_calls} calls of parts of the model"
         now = [_n_writes(t) for call in self.calls for t in tree_leaves(call.inputs)]
         return "its inputs were overwritten after the model had run" if now != self._inputs else ""
 
@@ -126,31 +119,22 @@ class ModelCalls:
         return sum(map(_n_writes, self._params)) != self._weights
 
     def find_nonfinite(self, layer: str | None, loss: Callable[[Any], Tensor] | None) -> NonFinite:
-        """Run the batch again, and name what makes the first NaN or Inf.
-
-        Args:
-            layer: the layer whose output is not finite; None if that is a loss or a gradient.
-            loss: a function of the model's output, if it is known.
+        """Run the batch again, and name what makes the first NaN or Inf: in `layer`, or without one
+        in the loss or the gradients.
         """
         backward = layer is None and (loss is not None or any(call.grads for call in self.calls))
         return search(self.root, self.calls, backward, loss if backward else None, layer)
 
     def write(self, path: Path, kind: str, incident: str, weights: bool) -> bool:
-        """Write the batch to a file, whole or not at all; return whether `replay` reads it without
-        `weights_only=False`.
-
-        Args:
-            path: of the file.
-            kind: of the incident.
-            incident: in words.
-            weights: the model's parameters and buffers, too.
+        """Write the batch, and if `weights` the parameters and buffers, to a file; return whether
+        `replay` reads it without `weights_only=False`.
         """
         state = {
             "hookkit": 1,
             "kind": kind,
             "incident": incident,
             "calls": [_plain(call) for call in self.calls],
-            "sums": _sums(self.root),
+            "params": _digests([*self.root.parameters()]),
             "training": [name for name, m, first in walk(self.root) if first and m.training],
             "weights": tree_map(_on_cpu, dict(self.root.state_dict())) if weights else None,
         }
@@ -186,11 +170,6 @@ def _digests(x: Any) -> list[str]:
     return texts
 
 
-def _sums(root: nn.Module) -> str:
-    """Return the sum of each parameter, which tells other weights."""
-    return str([float(dense(p).double().sum()) for p in root.parameters()])
-
-
 def _plain(call: ModelCall) -> dict[str, Any]:
     """Return a call as dicts, lists, numbers and tensors, in which there is no object of NumPy."""
     inputs = copied_inputs(call.inputs, _on_cpu)
@@ -217,8 +196,7 @@ class Replay:
         output: what the model returned; if the batch made several calls, the last one.
         inputs: of that call, as in `model(*inputs, **inputs.kwargs)`.
         grads: by name, the gradients of the parameters; empty if the batch had no backward.
-        same: the outputs of all calls are those of then, bit for bit, and so are the weights.
-        same_weights: the weights are those of then.
+        same: the weights and the outputs of all calls are those of then, bit for bit.
         repeated: the incident has happened again.
         incident: that of then, in words.
     """
@@ -227,33 +205,30 @@ class Replay:
     inputs: Inputs
     grads: dict[str, Tensor]
     same: bool
-    same_weights: bool
     repeated: bool
     incident: str
 
     def __repr__(self) -> str:
-        same = "the same as then, bit for bit" if self.same else "not the same as then"
-        why = "" if self.same_weights else ", nor are the weights"
+        same = (
+            "the same as then, bit for bit" if self.same else "not the same as then, or the weights"
+        )
         again = "The incident is repeated" if self.repeated else "It does not repeat the incident"
-        return f"{self.incident}\n  Replay: the output is {same}{why}. {again}."
+        return f"{self.incident}\n  Replay: the output is {same}. {again}."
 
 
 def replay(file: str | Path, model: nn.Module, *, weights_only: bool = True) -> Replay:
     """Run the batch of a file of `FlightRecorder(save=…)` again, with the same random numbers.
 
-    The model runs each call that the batch made, in the modes and the precision of then, and its
-    backward from the gradients that its output got. Hooks that are on see it. Afterwards the model
-    and the random states are as before. Do not call it inside a `watch`, which would count it.
-
-    The weights are those of the file (`FlightRecorder(weights=True)`), or else the model's own:
-    give it those of that step.
+    The model runs in the modes and the precision of then, and its backward from the gradients that
+    its output got. Hooks that are on see it; a `watch` would count it, so leave that first.
+    Afterwards the model is as before. The weights are those of the file, if it has any
+    (`FlightRecorder(weights=True)`), or the model's own: give it those of that step.
 
     Args:
         file: a path.
         model: built as the one that was trained.
-        weights_only: as for `torch.load`: refuse a file with objects other than tensors, numbers
-            and texts in plain containers. With False a file can run any code; use it for files
-            that you trust.
+        weights_only: as for `torch.load`: refuse a file with objects other than tensors and plain
+            values. With False it can run any code: for files that you trust.
 
     Raises:
         OptionError: `FlightRecorder` did not write the file, or it is damaged.
@@ -275,17 +250,16 @@ def replay(file: str | Path, model: nn.Module, *, weights_only: bool = True) -> 
     path, root = check_path("replay", file), unwrap(check_module("replay", model))
     try:
         objects = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        if objects and weights_only:
-            raise ArgumentError(
-                f"replay: {path} holds objects of {', '.join(objects)[:200]}, and to load them can "
-                f"run any code. If you trust the file: replay(…, weights_only=False)."
-            )
-        state = torch.load(path, map_location="cpu", weights_only=not objects)
-        calls = [ModelCall(**call) for call in state["calls"]]
+        if not (objects and weights_only):
+            state = torch.load(path, map_location="cpu", weights_only=not objects)
+            calls = [ModelCall(**call) for call in state["calls"]]
     except (OSError, LookupError, TypeError, ValueError, RuntimeError, UnpicklingError) as why:
-        if isinstance(why, ArgumentError):
-            raise
         raise OptionError(f"replay: {path} is no file that FlightRecorder wrote ({why}).") from why
+    if objects and weights_only:
+        raise ArgumentError(
+            f"replay: {path} holds objects of {', '.join(objects)[:200]}, and to load them can run "
+            f"any code. If you trust the file: replay(…, weights_only=False)."
+        )
     if unknown := [call.name for call in calls if find(root, call.name) is None]:
         raise ArgumentError(f"replay: the model has no layer {unknown[0]!r}, which the batch ran.")
     device = next((p.device for p in root.parameters()), torch.device("cpu"))
@@ -293,7 +267,7 @@ def replay(file: str | Path, model: nn.Module, *, weights_only: bool = True) -> 
     with preserve_state(root, params=True, observers=True), torch.enable_grad():
         if state["weights"] is not None:
             root.load_state_dict(state["weights"])
-        same_weights = _sums(root) == state["sums"]
+        same = _digests([*root.parameters()]) == state["params"]
         for name, m, first in walk(root):
             if first:
                 m.training = name in state["training"]
@@ -308,11 +282,10 @@ def replay(file: str | Path, model: nn.Module, *, weights_only: bool = True) -> 
             torch.autograd.backward([t for t, _ in ends], [g for _, g in ends])
         grads = {name: p.grad for name, p in root.named_parameters() if p.grad is not None}
     # weights of NaN make the same output, of NaN, as a batch that made it with others
-    same = same_weights and [*map(_digests, outputs)] == [call.output for call in calls]
+    same &= [*map(_digests, outputs)] == [call.output for call in calls]
     if state["kind"] == "gradient":
         repeated = any(map(is_bad, grads.values()))
     else:
         bad = state["kind"] != "spike" and any(map(is_bad, tree_leaves(outputs)))
         repeated = same or bad
-    last = outputs[-1], calls[-1].inputs
-    return Replay(*last, grads, same, same_weights, repeated, state["incident"])
+    return Replay(outputs[-1], calls[-1].inputs, grads, same, repeated, state["incident"])
