@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,30 +51,23 @@ def set_random_states(states: Mapping[str, Any]) -> None:
         torch.mps.set_rng_state(states["mps"])
 
 
-def random_state(*loaders: Any) -> Callable[[], None]:
-    """Save the random states; return a function that restores them.
-
-    These are `random_states()`, and the states of the generators that `loaders` draw from.
-    """
-    restore: list[Callable[[], Any]] = [partial(set_random_states, random_states())]
-    for generator in (g for loader in loaders for g in generators_of(loader)):
-        restore.append(partial(generator.set_state, generator.get_state()))
-
-    def put_back() -> None:
-        for put in restore:
-            put()
-
-    return put_back
-
-
 @contextmanager
 def preserve_random_state(*loaders: Any) -> Iterator[None]:
-    """Restore the random states of the process and of `loaders` at the end of the `with` block."""
-    restore = random_state(*loaders)
+    """Restore `random_states()`, and those of the generators of `loaders`, at the end of a block.
+
+    >>> with preserve_random_state():
+    ...     x = torch.rand(2)
+    >>> torch.equal(torch.rand(2), x)
+    True
+    """
+    states = random_states()
+    generators = [(g, g.get_state()) for loader in loaders for g in generators_of(loader)]
     try:
         yield
     finally:
-        restore()
+        set_random_states(states)
+        for generator, state in generators:
+            generator.set_state(state)
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from hookkit._core.checks import check_flag, check_number
 from hookkit._core.messages import warn
-from hookkit._core.random_state import random_state
+from hookkit._core.random_state import random_states, set_random_states
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.inspection.accumulators import Mean
 from hookkit.inspection.activations import Activations, RowFiles
@@ -180,7 +180,7 @@ def _batches(source: LayerRows, size: int, room: int, random: torch.Generator) -
             for _, found, _ in source.run(until_full()):
                 parts.append(found)
                 n += len(found)
-            later.callback(random_state())  # `preserve_state` rewinds it
+            later.callback(set_random_states, random_states())  # `preserve_state` rewinds them
         ended = n < room
         order = torch.randperm(n, generator=random, device="cpu")
         shuffled = torch.cat(parts)[order.to(parts[0].device)]

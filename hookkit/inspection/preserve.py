@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from hookkit._core.modules import join
 from hookkit._core.pytree import PLAIN, Inputs, tree_leaves, tree_map
-from hookkit._core.random_state import random_state
+from hookkit._core.random_state import preserve_random_state
 from hookkit.hooks import Hook
 from hookkit.hooks.attach import AttachedFunction
 from hookkit.hooks.eager import layer_by_layer
@@ -126,7 +126,7 @@ def preserve_state(
     state = State(tree, params)
     with ExitStack() as undo:
         undo.callback(torch.set_grad_enabled, torch.is_grad_enabled())
-        undo.callback(random_state())
+        undo.enter_context(preserve_random_state())
         undo.callback(state.restore_tensors)
         for scripted in tree.scripted:
             undo.callback(setattr, scripted, "training", scripted.training)
