@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from hookkit._core.checks import check_choice, check_module, check_number
 from hookkit._core.modules import can_run, unwrap, walk
 from hookkit._core.pytree import Inputs, tree_leaves_of_objects, tree_leaves_with_path, tree_map
+from hookkit._core.random_state import random_states
 from hookkit._core.text import columns, escape_controls, si, wrap
 from hookkit.errors import ArgumentError, OptionError
 from hookkit.hooks.attach import check_hookable
@@ -207,8 +208,9 @@ def _run(
 
 
 def _random_state() -> list[Tensor]:
-    devices = [d for d in (torch.cuda, torch.xpu) if d.is_available() and d.is_initialized()]
-    return [torch.get_rng_state(), *(s for d in devices for s in d.get_rng_state_all())]
+    """Return PyTorch's random states, on the CPU and on accelerators."""
+    states = random_states()
+    return [states["torch"], *states.get("cuda", ()), *states.get("xpu", ())]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
