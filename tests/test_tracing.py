@@ -12,6 +12,7 @@ import pytest
 import torch
 from hooked import fingerprint
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook
 from torch.testing import assert_close
 
@@ -212,6 +213,39 @@ def test_a_run_is_stopped_also_if_the_model_catches_everything(
     s = summary(Catches(), torch.ones(1, 4))
 
     assert (s.run, s.macs) == ("fake", 32)
+
+
+class Differentiates(nn.Linear):
+    """Gives the gradient of its own output, and says when the output's memory was freed."""
+
+    def __init__(self, differentiates: bool) -> None:
+        super().__init__(4, 4)
+        self.differentiates = differentiates
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).tanh()
+        memory = StorageWeakRef(y.untyped_storage())
+        total = y.sum()
+        del y
+        seen.append(memory.expired())
+        return torch.autograd.grad(total, self.weight)[0] if self.differentiates else total
+
+
+seen = list[bool]()
+
+
+@pytest.mark.parametrize("differentiates", [False, True])
+def test_what_autograd_saves_is_kept_only_for_a_forward_that_differentiates(
+    differentiates: bool,
+) -> None:
+    seen.clear()
+
+    s = summary(Differentiates(differentiates), torch.ones(3, 4))
+
+    assert (s.run, s.failed) == ("real", ())
+    assert seen == ([True, False] if differentiates else [True])
+    assert s.saved_bytes == (0 if differentiates else 2 * 3 * 4 * 4)
+    assert s.output == ("4×4 float32" if differentiates else "scalar float32")
 
 
 def test_many_saved_bytes_stop_a_real_run(monkeypatch: pytest.MonkeyPatch) -> None:

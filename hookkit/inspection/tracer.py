@@ -19,6 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# Not documented, in torch 1.3 to 2.13; torch.compile uses it. As long as there is one, no other
+# storage gets the identity of the one that it refers to. Without it saved bytes are too few.
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from hookkit._core.graph import graph_nodes
@@ -56,6 +60,7 @@ class Trace:
         macs, saved: multiply-accumulates and bytes saved for backward, by module.
         uncounted: operations without a formula, with how often each ran.
         unused: trainable parameters that the output does not depend on.
+        differentiates: the forward has asked for a saved tensor, and it was not kept.
         error: what the model raised; `failed` names the modules that were running, outermost first.
         not_restored: see `State`; complete when the model has been put back.
     """
@@ -66,25 +71,37 @@ class Trace:
     saved: Counter[str] = field(default_factory=Counter)
     uncounted: Counter[str] = field(default_factory=Counter)
     unused: tuple[str, ...] = ()
+    differentiates: bool = False
     error: Exception | None = None
     failed: tuple[str, ...] = ()
     not_restored: list[str] = field(default_factory=list)
 
 
 class Saved:
-    """Holds a tensor that autograd saves for the backward pass, as long as autograd keeps it."""
+    """Stands for a tensor that autograd saves for the backward pass, as long as autograd keeps it.
 
-    __slots__ = ("__weakref__", "name", "storage", "tensor")
+    Attributes:
+        name: of the module that was running.
+        storage: identity and bytes of its memory.
+        hold: the tensor itself, or a weak reference that keeps the identity from being used again.
+    """
 
-    def __init__(self, tensor: Tensor, name: str, storage: tuple[Any, int]) -> None:
-        self.tensor, self.name, self.storage = tensor, name, storage
+    __slots__ = ("__weakref__", "hold", "name", "storage")
+
+    def __init__(self, name: str, storage: tuple[Any, int], hold: Any) -> None:
+        self.name, self.storage, self.hold = name, storage, hold
 
 
 class Tracer(Operations):  # type: ignore[no-untyped-call]
     """Records a run: as a mode each operation, by `attach` each module's calls.
 
-    Calls `write` with each tensor before it is written. `bound` are the multiply-accumulates and
-    the saved bytes beyond which `Stopped` is raised; `stopped` stays true if the model swallows it.
+    Args:
+        write: is called with each tensor before it is written.
+        run: for the trace.
+        keeps: autograd gets the tensors that it saves. Otherwise they are only counted, and their
+            memory is free at once; a forward that differentiates raises.
+        bound: the multiply-accumulates and the saved bytes beyond which `Stopped` is raised;
+            `stopped` stays true if the model swallows it.
     """
 
     def __init__(
@@ -92,10 +109,11 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
         tree: Tree,
         write: Callable[[Tensor], None],
         run: str,
+        keeps: bool,
         bound: tuple[float, float] = (inf, inf),
     ) -> None:
         super().__init__()
-        self.tree, self.write, self.bound = tree, write, bound
+        self.tree, self.write, self.keeps, self.bound = tree, write, keeps, bound
         self.trace = Trace(run)
         self.names = {
             place.module: place.name
@@ -106,7 +124,7 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
         # model may call modules in an `except` block.
         self.stack: list[tuple[str, BaseException | None]] = []
         self.saved: list[weakref.ref[Saved]] = []
-        self.storages = {storage_of(t)[0] for t in tree.tensors}
+        self.storages = {_identity(t)[0] for t in tree.tensors}
         self.n_calls = self.n_macs = self.n_saved_bytes = 0
         self.stopped = False
 
@@ -181,18 +199,22 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
             call.dtypes = [*dict.fromkeys([*call.dtypes, *names])]
 
     def pack(self, t: Tensor) -> Saved:
-        """Return what autograd keeps in place of `t`, which it saves for the backward pass.
-
-        A node that saves its own output would make a reference cycle through it, which nothing
-        frees; so the output of a node is detached.
-        """
-        storage = storage_of(t)
-        saved = Saved(t.detach() if t.grad_fn is not None else t, self.here(), storage)
+        """Return what autograd keeps in place of `t`, which it saves for the backward pass."""
+        (key, hold), size = _identity(t), storage_of(t)[1]
+        saved = Saved(self.here(), (key, size), _kept(t) if self.keeps else hold)
         self.saved.append(weakref.ref(saved))
-        if storage[0] not in self.storages:
-            self.storages.add(storage[0])
-            self.n_saved_bytes += storage[1]
+        if key not in self.storages:
+            self.storages.add(key)
+            self.n_saved_bytes += size
         return saved
+
+    def unpack(self, saved: Saved) -> Tensor:
+        """Return the tensor that autograd asks for, if it was kept."""
+        if not self.keeps:
+            self.trace.differentiates = True
+            raise RuntimeError("hookkit.summary: the forward differentiates; it is run once more")
+        kept: Tensor = saved.hold
+        return kept
 
     def ended(self, out: Any, own: list[Tensor]) -> None:
         """Record what can be seen only while `out` holds the graph; forget errors that were caught.
@@ -200,7 +222,7 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
         `own` are the model's tensors, which are not saved for backward: they are there anyway.
         """
         self.trace.error, self.trace.failed = None, ()
-        storages = {storage_of(t)[0] for t in own}
+        storages = {_identity(t)[0] for t in own}
         for saved in (s for ref in self.saved if (s := ref()) is not None):
             key, size = saved.storage
             if key not in storages:
@@ -214,6 +236,28 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
             self.trace.unused = tuple(
                 name for name, p in self.tree.params if p.requires_grad and id(p) not in reached
             )
+
+
+def _identity(t: Tensor) -> tuple[int, Any]:
+    """Return the identity of the memory behind `t`, and an object that keeps it from being reused.
+
+    The object is a weak reference to the memory, or the tensor if that is not one storage.
+    """
+    try:
+        ref = StorageWeakRef(t.untyped_storage())  # type: ignore[no-untyped-call]
+    except (RuntimeError, NotImplementedError, ValueError):  # sparse, nested, uninitialised
+        kept = _kept(t)
+        return id(kept), kept
+    return ref.cdata, ref
+
+
+def _kept(t: Tensor) -> Tensor:
+    """Return `t` to be held by the graph.
+
+    A node that saves its own output would make a reference cycle through it, which nothing frees;
+    so the output of a node is detached.
+    """
+    return t.detach() if t.grad_fn is not None else t
 
 
 def shape_of(x: Any) -> Any:

@@ -16,7 +16,6 @@ import gc
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from types import FrameType, GeneratorType
 from typing import Any, TypeVar
 
@@ -69,7 +68,13 @@ def trace(
         ModelRunError: the forward has stored a fake tensor outside of the model's modules.
     """
     _refuse_waiting(tree, training)
-    run = partial(_run, tree, inputs, read, training)
+
+    def run(**options: Any) -> tuple[Trace, T]:
+        found = _run(tree, inputs, read, training, **options)
+        if found[0].differentiates:
+            found = _run(tree, inputs, read, training, **options, keeps=True)
+        return found
+
     if tree.is_meta or not _may_run_fake(tree):
         return run()[1]
     try:
@@ -109,20 +114,27 @@ def _run(
     *,
     mode: Any = None,
     bounded: bool = False,
+    keeps: bool = False,
 ) -> tuple[Trace, T]:
-    """Run once, on the fake tensors of `mode` if there is one; `Stopped` is raised if `bounded`."""
+    """Run once, on the fake tensors of `mode` if there is one; `Stopped` is raised if `bounded`.
+
+    `keeps` is for a forward that differentiates, which needs the tensors that autograd saves.
+    """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))  # off before copies are made
         state = stack.enter_context(preserve_state(tree, training=training, grad=True, watch=False))
         bound = [(MAX_MACS, MAX_SAVED_BYTES)] if bounded else []
         kind = "meta" if tree.is_meta else "fake" if mode else "real"
-        tracer = Tracer(tree, state.before_write, kind, *bound)
+        tracer = Tracer(tree, state.before_write, kind, keeps, *bound)
         tracer.trace.not_restored = state.not_restored
         tracer.attach(stack)
         if torch.is_autocast_cache_enabled():
             # the run makes what was made before it again, and keeps none of its own
             torch.clear_autocast_cache()
             stack.callback(torch.clear_autocast_cache)
+        # `mode` uses these wherever it meets the model's tensors, and autograd saves them
+        own = [t for t in tree.tensors if mode is not None and not nn.parameter.is_lazy(t)]
+        fakes = [mode.from_tensor(t) for t in own]
         if tree.is_meta:
             inputs = copied_inputs(inputs, lambda t: t.detach().to("meta"))
         elif mode is None:
@@ -133,13 +145,11 @@ def _run(
             with ExitStack() as seen:
                 if mode is not None:
                     seen.enter_context(mode)
-                seen.enter_context(saved_tensors_hooks(tracer.pack, lambda saved: saved.tensor))
+                seen.enter_context(saved_tensors_hooks(tracer.pack, tracer.unpack))
                 seen.enter_context(tracer)
                 try:
                     out = tree.model(*inputs, **inputs.kwargs)
                     out = list(out) if isinstance(out, GeneratorType) else out
-                    # autograd may have saved the fake tensors that `mode` made of the parameters
-                    fakes = map(mode.from_tensor, tree.tensors) if mode is not None else ()
                     tracer.ended(out, [*tree.tensors, *fakes])
                 except Exception as e:
                     if "saved tensor hooks" in str(e):
