@@ -227,6 +227,25 @@ def test_nothing_in_common_is_an_error() -> None:
         compare_models(one, two, X, modules="0")
 
 
+def test_a_tensor_that_one_side_lacks_is_no_difference_if_nothing_comes_of_it() -> None:
+    def model(*more: Any) -> nn.Module:
+        attend = Gives(lambda x: (x, *more))  # eager attention gives its weights too
+        return Net(lambda m, x: m.a(m.attend(x)[0]), attend=attend)
+
+    found = compare_models(model(torch.ones(3)), model(), X)
+
+    assert found.first is None
+    assert found.not_judged == (
+        "attend[1] Gives: not given by the second, and what comes of it is the same",
+    )
+
+
+def test_float32_values_in_a_model_of_half_precision_have_its_tolerance() -> None:
+    model = Net(lambda m, x: m.act(m.a(x).float()), act=nn.Tanh())
+
+    assert compare_models(model, copy.deepcopy(model).bfloat16(), X).first is None
+
+
 # -- names ----------------------------------------------------------------------------------------
 
 
@@ -496,7 +515,7 @@ def test_a_port_is_paired_by_its_weights() -> None:
     (row,) = found["blocks.1.qkv"]
     assert (row.other_name, row.paired) == ("layers.1.{query,key,value}", "weights")
     assert "blocks.*" in " ".join(found.names)
-    assert "blocks.0 Mixer: it gives something else in the second" in "\n".join(found.not_judged)
+    assert "blocks.0 Mixer: another value in the second" in "\n".join(found.not_judged)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from hookkit._core.pytree import Parts, describe
 from hookkit.inspection.comparison import MISSING, NOT_GIVEN, Comparison, Row
 from hookkit.inspection.differences import (
     Difference,
+    default_rtol,
     dense,
     difference,
     laid_out,
@@ -26,7 +27,7 @@ from hookkit.inspection.differences import (
 )
 from hookkit.inspection.first_difference import Call
 from hookkit.inspection.pairing import Pair, braced, feature_orders, main_pair, names_of
-from hookkit.inspection.sides import Key, Side
+from hookkit.inspection.sides import Key, Side, float_dtype
 
 _AMPLIFIES = 8  # an output's error that is below so many times that of the inputs comes from them
 
@@ -59,6 +60,8 @@ class RowMaker:
         self.rows, self.not_judged = list[tuple[Key | None, Row]](), list[str]()
         self.input_error, self.inputs_differ = dict[Call, float](), set[Call]()
         self._compared = set[tuple[Key, str]]()  # of the second side, with the path
+        models = [side.modules[""] for side in (first, second) if "" in side.modules]
+        self._dtypes = [dtype for m in models if (dtype := float_dtype(m)) is not None]
         # the parts of results that are meant, by the second's names
         limits = {self.pair_of[n].b[0]: p for n, p in first.paths.items() if n in self.pair_of}
         self._limits = limits | second.paths
@@ -205,10 +208,12 @@ class RowMaker:
         """
         if any(t.is_nested or t.is_meta for t in (x, y)):
             return None
-        x, y, size = dense(x), dense(y), self._sizes.get(what, 0.0)
+        x, y, size, rtol = dense(x), dense(y), self._sizes.get(what, 0.0), self.rtol
+        if rtol is None and x.is_floating_point():  # a model in half precision has some in float32
+            rtol = default_rtol(x.dtype, y.dtype, *self._dtypes)
 
         def nearest(ways: Iterable[Tensor]) -> Difference | None:
-            found = (difference(x, way, self.rtol, self.atol, size) for way in ways)
+            found = (difference(x, way, rtol, self.atol, size) for way in ways)
             return min(found, key=lambda d: (d.n_different, d.rel_error), default=None)
 
         if self.strict:
@@ -256,10 +261,10 @@ class RowMaker:
         """Return the index of the row where the difference begins, and the place in words."""
         tree = self.first.tree
         judged = {k.call for k, _ in self.rows if k is not None and k.what == "output"}
-        inside = {
-            outer: [c for c in tree.begun if c in judged and outer in tree.around(c)]
-            for outer in judged
-        }
+        inside: dict[Call, list[Call]] = {call: [] for call in judged}
+        for call in (c for c in tree.begun if c in judged):
+            for outer in judged.intersection(tree.around(call)):
+                inside[outer].append(call)
         errors = dict[Call, float]()
         for key, row in self.rows:
             if key is not None and key.what == "output" and row.differs:
@@ -268,13 +273,17 @@ class RowMaker:
         while True:
             from_inputs = {c for c, e in errors.items() if e < _AMPLIFIES * self.input_error[c]}
             makers = tree.makers(self.inputs_differ | from_inputs, errors)
-            cut = [c for c in makers if self._has_no_effect(c, makers, inside, errors)]
-            if self.strict or not cut:
+            rows = {
+                c: [r for k, r in self.rows if k == Key("output", c) and r.differs] for c in makers
+            }
+            cut = [c for c in makers if self._has_no_effect(c, makers, inside, errors)
+                   and not (self.strict and any(not row.is_alone for row in rows[c]))]  # fmt: skip
+            if not cut:
                 break
-            key, why = Key("output", cut[0]), "it gives something else in the second"
-            self.not_judged += [f"{row.label}: {why}, and what comes of it is the same"
-                                for k, row in self.rows if k == key]  # fmt: skip
-            self.rows = [(k, row) for k, row in self.rows if k != key]
+            for row in rows[cut[0]]:
+                why = row.problem or "another value in the second"
+                self.not_judged.append(f"{row.label}: {why}, and what comes of it is the same")
+            self.rows = [(k, row) for k, row in self.rows if row not in rows[cut[0]]]
             del errors[cut[0]]
 
         begins = tree.first(self.inputs_differ, errors)

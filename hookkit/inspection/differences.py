@@ -44,6 +44,15 @@ class Difference(NamedTuple):
     n_different: int
 
 
+def default_rtol(*dtypes: torch.dtype) -> float:
+    """Return the relative tolerance for the loosest of `dtypes`.
+
+    >>> default_rtol(torch.float32, torch.bfloat16)
+    0.05
+    """
+    return max(_TOLERANCES.get(dtype.to_real(), 0.0) for dtype in dtypes)
+
+
 def difference(
     a: Tensor,
     b: Tensor,
@@ -70,8 +79,7 @@ def difference(
     >>> difference(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]), 0.0, 0.1)[:3]
     (0.5, 0.1, 20.0)
     """
-    if rtol is None:
-        rtol = max(_TOLERANCES.get(t.dtype.to_real(), 0.0) for t in (a, b))
+    rtol = default_rtol(a.dtype, b.dtype) if rtol is None else rtol
     if atol is None:
         atol = rtol * max(size, root_mean_square(a)) if rtol else 0.0
     # on the CPU, since some accelerators have no float64

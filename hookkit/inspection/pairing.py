@@ -177,10 +177,8 @@ def pair_modules(first: Side, second: Side, names: Names) -> list[Pair]:
                 for x, y in zip(xs, ys, strict=False):
                     put((x,), (y,), how)
 
-    for name in a.ran:
-        pair = names.pair(name)
-        known = {*pair.a} <= {*a.left()} and {*pair.b} <= {*b.left()}
-        if pair.how == "names=" and known:
+    for pair in (pair for name in a.ran if (pair := names.pair(name)).how == "names="):
+        if {*pair.a} <= {*a.left()} and {*pair.b} <= {*b.left()}:
             put(*pair)
     left = {*a.left()}, {*b.left()}
     with_params = {n for side in (a, b) for n in side.left() if side.params.get(n)}
