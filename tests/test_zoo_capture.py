@@ -1,10 +1,9 @@
-"""Every capture feature over the zoo, and hooks over random trees of modules.
+"""Every capture feature over the zoo.
 
 What is compared with is made by hand, of plain PyTorch hooks, on a model of its own
 (`reference.py`).
 """
 
-import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -284,62 +283,3 @@ def test_doubled_gradients_are_those_of_a_model_that_doubles_by_hand(entry: Entr
     want = backward(entry, twin)
     assert [g is None for g in got] == [g is None for g in want]
     torch.testing.assert_close(arrived(got), arrived(want))
-
-
-# --- random trees
-
-
-class Node(nn.Module):
-    """A random tree: what it does with its children is drawn when it is built."""
-
-    KINDS = ("chain", "residual", "tuple", "dict", "reuse", "inplace", "kwargs", "same", "view")
-
-    def __init__(self, rng: random.Random, depth: int) -> None:
-        super().__init__()
-        self.kind = rng.choice(self.KINDS)
-        n = rng.randint(1, 3)
-        self.kids = nn.ModuleList(
-            Node(rng, depth - 1) if depth and rng.random() < 0.7 else nn.Linear(4, 4)
-            for _ in range(n)
-        )
-
-    def forward(self, x: Any = None, *, extra: Any = None) -> Any:
-        x = next(flat(x)) if extra is None else next(flat(x)) + next(flat(extra))
-        if self.kind == "same":
-            return x
-        y = x
-        for kid in self.kids:
-            by_name = self.kind == "kwargs" and isinstance(kid, Node)
-            y = next(flat(kid(x=y, extra=x) if by_name else kid(y)))
-        if self.kind == "residual":
-            y = x + y
-        elif self.kind == "reuse":
-            y = next(flat(self.kids[0](y)))
-        elif self.kind == "inplace":
-            y = (y * 1.0).add_(0.1).relu_()
-        elif self.kind == "view":
-            y = y.view(-1, 2, 2).flatten(1)
-        return (
-            (y, [x, None])
-            if self.kind == "tuple"
-            else {"y": y, "n": 3}
-            if self.kind == "dict"
-            else y
-        )
-
-
-def tree(seed: int) -> Entry:
-    def build() -> nn.Module:
-        torch.manual_seed(seed)
-        return Node(random.Random(seed), 3)
-
-    def inputs() -> tuple[Tensor]:
-        return (torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)),)
-
-    return Entry(f"tree {seed}", build, inputs, 0, 0, 0)
-
-
-def test_random_trees_of_modules_are_captured_as_by_hand() -> None:
-    for seed in range(50):
-        test_every_call_is_seen_as_by_plain_hooks_and_the_run_is_bit_identical(tree(seed))
-        test_gradients_of_outputs_are_those_of_a_hand_tapped_model(tree(seed))
