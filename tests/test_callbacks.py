@@ -16,7 +16,7 @@ from hookkit.callbacks import (
     ProgressCallback,
     SchedulerCallback,
 )
-from hookkit.callbacks.events import CancelBatchException
+from hookkit.callbacks.events import CancelBatchException, CancelValidException
 from hookkit.errors import MissingExtraError
 from hookkit.testing import mlp, synth_learner
 
@@ -258,6 +258,34 @@ def test_one_cycle_goes_on_where_a_run_was_interrupted(n_acc: int) -> None:
 
     assert rest.recorder.lrs == pytest.approx(whole.recorder.lrs[-5:])
     assert rest.pct_train == pytest.approx(1)
+
+
+def plateau(opt: Any, n: int) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(opt, factor=0.5, patience=0, threshold=0.9)
+
+
+@pytest.mark.parametrize("n_val", [0, 2])
+def test_a_plateau_is_of_the_epochs_loss(n_val: int) -> None:
+    learn = quiet(n_trn=1, lr=1e-6, cbs=SchedulerCallback(plateau, by_epoch=True))
+    learn.dls.loaders[1] = learn.dls.valid if n_val else None
+
+    learn.fit(3)
+
+    assert learn.recorder.lrs == [1e-6, 1e-6, 5e-7]
+    assert learn.scheduler.scheduler.best == learn.recorder.values[0][-1]
+
+
+def test_a_plateau_waits_for_an_epoch_that_is_validated() -> None:
+    def skip(cb: Any) -> None:
+        if cb.learn.epoch in (1, 2):
+            raise CancelValidException
+
+    cbs = [SchedulerCallback(plateau, by_epoch=True), Callback(before_validate=skip)]
+    learn = quiet(n_trn=1, lr=1e-6, cbs=cbs)
+
+    learn.fit(5)
+
+    assert learn.recorder.lrs == [1e-6, 1e-6, 1e-6, 1e-6, 5e-7]
 
 
 # --- ProgressCallback
