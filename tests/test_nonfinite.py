@@ -180,6 +180,12 @@ def test_a_model_that_raises_after_it_is_judged() -> None:
         find_nonfinite(around(Lambda(lambda x: exec('raise ValueError("no NaN here")'))), X)  # type: ignore[func-returns-value]
 
 
+def test_values_that_cannot_be_read_are_listed() -> None:
+    vmapped = Lambda(lambda x: torch.vmap(torch.sqrt)(x * 0 - 1).isfinite() * x)
+
+    assert "torch.func" in find_nonfinite(around(vmapped), X).text()
+
+
 def test_the_model_is_put_back() -> None:
     model = around(nn.BatchNorm1d(4), nn.Dropout(0.5), Lambda(torch.sqrt))
     model(X).sum().backward()

@@ -200,8 +200,8 @@ class ModelCall:
             found: Any = find(root, self.name)
             return found[1](*inputs, **inputs.kwargs)
 
-    def ends(self, output: Any) -> list[tuple[Tensor, Tensor | None]]:
-        """Return where the backward of `output` begins: tensors in it, and their gradients."""
+    def ends(self, output: Any) -> list[Any]:
+        """Return where the backward of `output` begins: pairs of a tensor and its gradient."""
         tensors = tree_leaves(output)
         return [(tensors[i], g.to(tensors[i].device)) for i, g in self.grads.items()]
 
@@ -267,22 +267,28 @@ def search(
                 kind = class_name(modules[maker.name])
                 rows = [NonFiniteCall(maker.name, kind, what, inputs_finite=True)]
             return NonFinite(tuple(rows or [NonFiniteCall("", "", _UNSEEN)]), failed)
+        unread = ("what torch.func computes, and nested tensors",) * functions.met_unreadable
         if not backward:
-            return NonFinite(())
-        value = loss_in(outputs[-1])[0] if value is None else value
-        ends: list[Any] = [(value, None)] if value is not None else [
-            (t, torch.ones_like(t)) for t in tree_leaves(outputs)  # their sum may overflow
-        ]  # fmt: skip
-        if loss is None and any(call.grads for call in calls):
-            ends = [e for c, out in zip(calls, outputs, strict=True) for e in c.ends(out)]
-        if not (ends := [(t, g) for t, g in ends if t.requires_grad]):
+            return NonFinite((), unread)
+        if not (ends := _ends(calls, outputs, value)):
             raise ArgumentError("find_nonfinite: no output of the model needs a gradient.")
         leaves = [t for t in [*root.parameters(), *tree_leaves(inputs)] if t.requires_grad]
         found = nodes.run(leaves, ends)
         # a kernel may hide NaN that it is given (fused attention does), and make it in its backward
         hidden = functions.hidden.get(next(iter(found), None), [])
         rows = functions.path_to(hidden) if hidden else []
-        return NonFinite((*rows, *found.values()))
+        return NonFinite((*rows, *found.values()), unread)
+
+
+def _ends(calls: list[ModelCall], outputs: list[Any], loss: Tensor | None) -> list[Any]:
+    """Return where the backward begins: pairs of a tensor and its gradient, None for a loss."""
+    if loss is None and any(call.grads for call in calls):
+        ends = [end for call, out in zip(calls, outputs, strict=True) for end in call.ends(out)]
+    elif loss is not None or (loss := loss_in(outputs[-1])[0]) is not None:
+        ends = [(loss, None)]
+    else:  # not their sum, which may overflow
+        ends = [(t, torch.ones_like(t)) for t in tree_leaves(outputs)]
+    return [(t, grad) for t, grad in ends if t.requires_grad]
 
 
 def is_bad(t: Tensor) -> bool:
@@ -342,6 +348,7 @@ class _Functions(TorchFunctionMode):
     Attributes:
         made: by the memory of the bad tensors.
         last: the last that is no mask, or None.
+        met_unreadable: there were values that `is_bad` cannot read.
         hidden: the bad inputs, without masks, of a call whose result is finite, by its node.
     """
 
@@ -350,7 +357,7 @@ class _Functions(TorchFunctionMode):
         self.modules = {id(m): (name, class_name(m)) for name, m, first in walk(root) if first}
         self.made = dict[Any, _Made]()
         self.last: _Made | None = None
-        self.hidden = dict[Any, list[Tensor]]()
+        self.hidden, self.met_unreadable = dict[Any, list[Tensor]](), False
         self._names = dict[Any, str]()  # of the tensors from before the run, by their memory
         self.know((f"the parameter {name}", p) for name, p in root.named_parameters())
         self.know((f"the buffer {name}", t) for name, t in root.named_buffers())
@@ -364,6 +371,7 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         name, inplace = plain_name(func), writes_in_place(getattr(func, "__name__", ""))
         given = tree_leaves((args, kwargs))
+        self.met_unreadable |= is_transforming() or any(t.is_nested for t in given)
         bad_given = [t for t in given if is_bad(t)]
         parents = [*dict.fromkeys(map(self._maker, bad_given))]
         values = _words(given) if inplace else None  # as they were before
