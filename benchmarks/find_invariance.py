@@ -143,6 +143,33 @@ def build(kind: str, name: str, **more: Any) -> nn.Module:
     return model
 
 
+def padded(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """Return every second sample with padding in the place of tokens, as transformers pads.
+
+    On the left if the model generates, else on the right.
+    """
+    mask = torch.ones_like(ids)
+    mask[::2, : ids.shape[1] // 4] = 0
+    mask = mask if getattr(model, "can_generate", bool)() else mask.flip(1)
+    inputs = {"input_ids": ids * mask, "attention_mask": mask}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    return inputs
+
+
+def asked(model: nn.Module, ids: Tensor, to: str) -> Any:
+    """Return what `check_invariance` says of a model of transformers."""
+    names = inspect.signature(model.forward).parameters
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if to == "padding" and "attention_mask" in names:
+        inputs = padded(model, ids)
+    if to == "packing" and "position_ids" in names:
+        places = torch.cat([torch.arange(CUT), torch.arange(ids.shape[1] - CUT)])[None]
+        inputs = {"input_ids": ids[:1], "position_ids": places}
+        inputs |= {"use_cache": False} if "use_cache" in names else {}
+    return check_invariance(model, to=to, **inputs)
+
+
 # --- the truth: what the outputs alone say
 
 
@@ -333,7 +360,7 @@ def transformers_models(which: str, only: list[str]) -> None:
             continue
         MODELS["built"] += 1
         for to in CAUSAL if causal else ENCODERS:
-            found = within(partial(check_invariance, model, input_ids=ids, to=to))
+            found = within(partial(asked, model, ids, to))
             judge(name, to, found, within(partial(truth, model, to, ids)))
 
 
@@ -404,9 +431,7 @@ def costs() -> None:
         forward = sorted(seconds(lambda: model(ids)) for _ in range(7))[3]
     print("| to | forwards |\n|---|---|")
     for to in CAUSAL:
-        took = sorted(
-            seconds(partial(check_invariance, model, input_ids=ids, to=to)) for _ in range(3)
-        )
+        took = sorted(seconds(partial(asked, model, ids, to)) for _ in range(3))
         print(f"| {to} | {took[1] / forward:.0f} |", flush=True)
 
 

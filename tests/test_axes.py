@@ -21,7 +21,6 @@ def texts(shape: tuple[int, ...], other: tuple[int, ...], a: Size = A, b: Size =
         ((24, 5), (20, 5), "samples·positions × –"),
         ((6, 8), (8, 5), "samples × positions"),  # two heads for each sample
         ((3, 10), (4, 7), "samples × positions"),  # a prefix of two
-        ((3, 4), (4, 3), "samples × positions"),  # every second position
         ((16,), (10,), "positions"),  # two places for each
     ],
 )
@@ -77,12 +76,6 @@ def test_extra_places_belong_to_no_position() -> None:
     assert taken(x, Axis(positions=True, extra=2, in_front=True), Size(1, 4), region) == [2, 3]
     missing = Axis(positions=True, extra=-1, in_front=True)
     assert taken(x[:3], missing, Size(1, 4), region) == [0]
-
-
-def test_a_place_for_several_positions_needs_all_of_them() -> None:
-    halves, region = Axis(positions=True, stride=2), Region(positions=torch.arange(3))
-
-    assert taken(torch.arange(4), halves, Size(1, 8), region) == [0]
 
 
 def test_a_length_that_does_not_follow_the_size_is_not_taken() -> None:

@@ -20,7 +20,6 @@ Places = NDArray[np.int64]
 """Indices of places along an axis, or of their samples or positions; one dimension."""
 
 _MOST_READINGS = 32
-_STRIDES = (2, 3, 4, 5, 8, 10, 16, 32)
 
 
 class Size(NamedTuple):
@@ -48,7 +47,6 @@ class Axis:
             positions is repeated `each` times; an axis of pairs has positions outside then.
         extra: how many places there are beyond the positions; less than 0 if some are missing.
         in_front: whether the extra or missing places are at the beginning.
-        stride: how many positions one place stands for.
     """
 
     samples: bool = False
@@ -57,14 +55,13 @@ class Axis:
     side_by_side: bool = True
     extra: int = 0
     in_front: bool = False
-    stride: int = 1
 
     def __str__(self) -> str:
         held = ["samples"] * self.samples + ["positions"] * self.positions
         return "·".join(held) or "–"
 
     def owners(self, size: Size) -> tuple[Places | None, Places | None]:
-        """Return the sample and the first position of each place, two vectors.
+        """Return the sample and the position of each place, two vectors.
 
         None if the axis does not hold samples, or positions. -1, or a number beyond the last, marks
         a place that belongs to none.
@@ -74,7 +71,7 @@ class Axis:
         """
         batch, seq = size.batch, size.seq or 1
         n = (batch if self.samples else 1) * (seq if self.positions else 1)
-        place = np.arange(-(-n // self.stride) * self.each + self.extra)
+        place = np.arange(n * self.each + self.extra)
         if self.samples and self.positions:
             pair = place // self.each
             one, other = (seq, batch) if self.side_by_side else (batch, seq)
@@ -82,7 +79,7 @@ class Axis:
             return (outer, inner) if self.side_by_side else (inner, outer)
         if self.each > 1:
             place = place // self.each if self.side_by_side else place % n
-        place = place * self.stride - self.extra * self.in_front
+        place = place - self.extra * self.in_front
         return (place, None) if self.samples else (None, place)
 
 
@@ -126,12 +123,9 @@ def _axis_readings(m: int, n: int, a: Size, b: Size) -> list[Axis]:
         if rest == 0 and n == each * in_b and in_a != in_b:
             orders = (True, False) if each > 1 or (samples and positions) else (True,)
             found += [Axis(samples, positions, each, order) for order in orders]
-    if found or seq == other:
-        return found
-    if m - n == seq - other:  # padded, or with a prefix; shifted, if some are missing
-        return [Axis(positions=True, extra=m - seq, in_front=front) for front in (False, True)]
-    strides = [s for s in _STRIDES if -(-seq // s) == m and -(-other // s) == n]
-    return [Axis(positions=True, stride=s) for s in strides[:1]]
+    if not found and m - n == seq - other:  # padded, or with a prefix; shifted, if some are missing
+        found = [Axis(positions=True, extra=m - seq, in_front=front) for front in (False, True)]
+    return found
 
 
 def take(
@@ -165,8 +159,6 @@ def take(
             chosen = np.arange(n) if wanted is None else wanted.numpy()
             rank[chosen] = np.arange(len(chosen))
             at = rank[np.where((owner < 0) | (owner >= n), n, owner)]
-            last = np.minimum(owner + axis.stride - 1, n - 1)
-            at = np.where(rank[last] < 0, -1, at)  # all positions of a place must be wanted
             number = np.where((at < 0) | (number < 0), -1, number * (n + 1) + at)
         order = number.argsort(kind="stable")
         order = order[number[order] >= 0]

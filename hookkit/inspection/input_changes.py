@@ -122,9 +122,8 @@ class Given:
         main = [p for p, t in tensors.items() if t.ndim > 1 and not _is_mask(self.names[p], t)]
         return (named or main or [*tensors])[0]
 
-    def with_inputs(self, inputs: Inputs, **kwargs: Any) -> Given:
-        """Return the same with other inputs, and with `kwargs` beside them."""
-        inputs = Inputs(inputs, {**inputs.kwargs, **kwargs})
+    def with_inputs(self, inputs: Inputs) -> Given:
+        """Return the same with other inputs."""
         return Given(self.model, inputs, self.to, self.vary, self.batch_dim, self.seq_dim)
 
     def describe(self) -> str:
@@ -214,10 +213,8 @@ class Given:
             dims.append(self.seq_dim)
         front = [*range(len(dims))]
         rows = self.main.detach().cpu().movedim(dims, front)
-        values = torch.view_as_real(rows) if rows.is_complex() else rows
-        shape = values.shape
-        values = values.to(torch.float64 if values.is_floating_point() else torch.int64)
-        values = values.reshape(shape[: len(dims)].numel(), -1)
+        values = rows.to(torch.float64 if rows.is_floating_point() else torch.int64)
+        values = values.reshape(rows.shape[: len(dims)].numel(), -1)
         columns = values.reshape(1, -1) if len(values) == 1 else values.T.contiguous()
         ordered, n = columns.sort(1).values, columns.shape[1]
         low = torch.searchsorted(ordered, columns)
@@ -226,9 +223,8 @@ class Given:
         generator = torch.Generator().manual_seed(seed)  # the same draw for a copy in float64
         draw = torch.rand(columns.shape, generator=generator, dtype=torch.float64)
         new = ordered.gather(1, (high + (draw * others).long()) % n)
-        new = torch.where(others > 0, new, columns).reshape(-1, len(values)).T.reshape(shape)
-        new = torch.view_as_complex(new.contiguous()) if rows.is_complex() else new
-        return new.movedim(front, dims).to(self.main)
+        new = torch.where(others > 0, new, columns).reshape(-1, len(values)).T
+        return new.reshape(rows.shape).movedim(front, dims).to(self.main)
 
 
 def _is_mask(name: str, t: Tensor) -> bool:
@@ -290,12 +286,11 @@ def repeat(given: Given) -> tuple[Given, list[Change]]:
 
 def padding(given: Given, padded: Any = None) -> tuple[Given, list[Change]]:
     """Change what the padding holds, and leave it out."""
-    given, real = _real_positions(given, padded)
+    real = ~_told(given, "padded", padded).bool() if padded is not None else _mask(given)
     fewest = [i for i in real.sum(1).argsort() if 0 < real[i].sum() < real.shape[1]]
     if not fewest:
         raise ArgumentError(
-            f'{WHO}(to="padding"): no sample has padding beside real positions. Give a padded '
-            "batch, or leave the mask out."
+            f'{WHO}(to="padding"): no sample has padding beside real positions. Give one.'
         )
     rows = dict.fromkeys(int(i) for i in (fewest[0], fewest[-1]))  # with most, and least padding
     places = [(torch.tensor([i]), real[i].nonzero()[:, 0]) for i in rows]
@@ -309,13 +304,13 @@ def padding(given: Given, padded: Any = None) -> tuple[Given, list[Change]]:
 
 def packing(given: Given, documents: Any = None) -> tuple[Given, list[Change]]:
     """Change the other documents of the first row, and leave them out."""
-    given, numbers = _documents(given, documents)
+    numbers = _documents(given) if documents is None else _told(given, "documents", documents)
     row, zero = numbers[0], torch.tensor([0])
     which = dict.fromkeys((int(row[0]), int(row[-1])))
     if len(which) < 2:
         raise ArgumentError(
-            f'{WHO}(to="packing"): the first row begins and ends with the same document. Give '
-            "documents= (samples, positions), or position ids that begin again."
+            f'{WHO}(to="packing"): the first row begins and ends with the same document. Give a '
+            "row of several."
         )
     places = [(zero, (row == number).nonzero()[:, 0]) for number in which]
     beside = list[list[Step]]()
@@ -345,7 +340,7 @@ def cache(given: Given, decode: Decode | None = None) -> tuple[Given, list[Chang
     return given, [Change(words, [steps], False, "positions", decode=decode)]
 
 
-# --- what they share, and what transformers' models take
+# --- what they share
 
 
 def _with_others(given: Given, keep: Tensor, *regions: Region) -> list[Step]:
@@ -354,7 +349,7 @@ def _with_others(given: Given, keep: Tensor, *regions: Region) -> list[Step]:
 
 
 def _alone(given: Given, row: Tensor, positions: Tensor | None = None) -> list[Step]:
-    """Return the step with one sample alone, and with some of its positions alone."""
+    """Return the step with one sample alone, or with some of its positions alone."""
     count = None if positions is None else torch.arange(len(positions))
     size = Size(1, given.size.seq if count is None else len(count))
     pair = Region(row, positions), Region(torch.tensor([0]), count)
@@ -370,8 +365,8 @@ def _several(given: Given) -> Given:
     return given.with_inputs(tree_set(given.taken(torch.tensor([0, 0])), given.path, main))
 
 
-def _checked(name: str, value: Any, given: Given) -> Tensor:
-    """Return an option as a tensor, (samples, positions) on the CPU."""
+def _told(given: Given, name: str, value: Any) -> Tensor:
+    """Return what is said of each position, (samples, positions) on the CPU."""
     t, shape = torch.as_tensor(value).detach().cpu(), (given.size.batch, given.size.seq or 0)
     if t.shape not in (shape, shape[1:], (1, shape[1])):
         raise OptionError(
@@ -380,66 +375,32 @@ def _checked(name: str, value: Any, given: Given) -> Tensor:
     return t.expand(shape)
 
 
-def _real_positions(given: Given, padded: Any) -> tuple[Given, Tensor]:
-    """Return (samples, positions) of bool, true at what is no padding.
-
-    If no input says it, padding takes the place of some tokens (a table of positions may not be
-    longer), as transformers takes it: on the left if the model generates, else on the right, since
-    the first position may be read as a summary.
-    """
-    (n, seq), main = given.size, given.main
-    if padded is not None:
-        return given, ~_checked("padded", padded, given).bool()
+def _mask(given: Given) -> Tensor:
+    """Return what an input says about padding: true at real positions."""
     for path, t in tree_leaves_with_path(given.inputs):
         name = given.names[path]
-        if "mask" in name and t.shape == (n, seq) and path != given.path:
+        if "mask" in name and tuple(t.shape) == given.size and path != given.path:
             # `key_padding_mask` of PyTorch is true at padding, `attention_mask` at what is real
-            return given, ~t.bool().cpu() if "padding_mask" in name else t.bool().cpu()
-    if "attention_mask" not in given.parameters or len(given.names) > 1:
-        raise ArgumentError(
-            f'{WHO}(to="padding"): nothing says where padding is. Give a padded batch, and its '
-            "mask as an input, or padded= (samples, positions), true where padding is."
-        )
-    real = torch.ones(n, seq or 0, dtype=torch.bool)
-    real[::2, : max(1, (seq or 0) // 4)] = False
-    if not getattr(given.model, "can_generate", lambda: True)():
-        real = real.flip(1)
-    number = getattr(getattr(given.model, "config", None), "pad_token_id", None)
-    value = number if isinstance(number, int) and number >= 0 else main.min()
-    kept = real.view(*real.shape, *[1] * (main.ndim - 2)).to(main.device)
-    new = {"attention_mask": real.long().to(main.device)}
-    if "position_ids" in given.parameters:
-        new["position_ids"] = (new["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    inputs = tree_set(given.inputs, given.path, torch.where(kept, main, value))
-    return given.with_inputs(inputs, **new), real
+            return ~t.bool().cpu() if "padding_mask" in name else t.bool().cpu()
+    raise ArgumentError(
+        f'{WHO}(to="padding"): no input says where padding is. Give a padded batch with its mask, '
+        "or padded= (samples, positions), true where padding is."
+    )
 
 
-def _documents(given: Given, documents: Any) -> tuple[Given, Tensor]:
-    """Return the number of each position's document, (samples, positions).
-
-    If no input says it, one row of two documents is made as transformers takes it, by position ids.
-    """
-    if documents is not None:
-        return given, _checked("documents", documents, given)
+def _documents(given: Given) -> Tensor:
+    """Return what an input says about documents: the number of each position's."""
     for path, t in tree_leaves_with_path(given.inputs):
         name = given.names[path]
         if any(word in name for word in ("document", "segment", "seq_idx", "doc_id")):
-            return given, _checked(name, t, given)
+            return _told(given, name, t)
         if "position_ids" in name or "input_pos" in name:
-            t = _checked(name, t, given)
-            return given, (t.diff(dim=1, prepend=t[:, :1] - 1) != 1).long().cumsum(1)
-    if "position_ids" not in given.parameters:
-        raise ArgumentError(
-            f'{WHO}(to="packing"): nothing says which documents a row has. Give documents= '
-            "(samples, positions), the number of each position's document."
-        )
-    seq = given.size.seq or 0
-    cut, one = seq // 2 + 1, given.taken(torch.tensor([0]))
-    places = torch.cat([torch.arange(cut), torch.arange(seq - cut)])[None]
-    more: dict[str, Any] = {"position_ids": places.to(given.main.device)}
-    if "use_cache" in given.parameters:  # a cache has one document
-        more["use_cache"] = False
-    return given.with_inputs(one, **more), (torch.arange(seq) >= cut).long()[None]
+            t = _told(given, name, t)
+            return (t.diff(dim=1, prepend=t[:, :1] - 1) != 1).long().cumsum(1)
+    raise ArgumentError(
+        f'{WHO}(to="packing"): no input says which documents a row has. Give position ids that '
+        "begin again, or documents= (samples, positions), the number of each position's document."
+    )
 
 
 def _decoder(given: Given) -> Decode:
@@ -447,9 +408,8 @@ def _decoder(given: Given) -> Decode:
     name = next((c for c in _CACHES if c in given.parameters), None)
     if name is None:
         raise ArgumentError(
-            f'{WHO}(to="cache"): how the model takes its cache is not known. Give decode=, a '
-            "function (model, inputs, state) that calls the model with the next inputs and returns "
-            "its new state; state is None at first."
+            f'{WHO}(to="cache"): how the model takes its cache is not known. Give decode= (model, '
+            "inputs, state), which calls the model and returns its new state; None at first."
         )
     more = {"use_cache": True} if "use_cache" in given.parameters else {}
 

@@ -26,8 +26,8 @@ from hookkit._core.checks import check_choice, check_module, check_number
 from hookkit._core.modules import can_run, unwrap, walk
 from hookkit._core.pytree import Inputs, tree_leaves_of_objects, tree_leaves_with_path, tree_map
 from hookkit._core.random_state import random_states
-from hookkit._core.text import columns, escape_controls, si, wrap
-from hookkit.errors import ArgumentError, OptionError
+from hookkit._core.text import clip, columns, escape_controls, si
+from hookkit.errors import ArgumentError
 from hookkit.hooks.attach import check_hookable
 from hookkit.hooks.values import snapshot
 from hookkit.inspection import input_changes
@@ -49,8 +49,6 @@ _DEPENDS = {
 # Kernels of another layout round otherwise: |a − b| ≤ rtol · (|a| + rms(a)) counts as equal.
 _RTOL = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _SMALL = 100  # times that tolerance: what the model's output changes less is confirmed in float64
-_NEAR = 2  # rows that the text shows on each side of the first
-_WIDTH = 100
 
 Place = tuple[Call, str, str]
 """A tensor of a run: the call, "in" or "out", and the tensor's path among these."""
@@ -58,24 +56,20 @@ Place = tuple[Call, str, str]
 
 @dataclass(frozen=True)
 class InvarianceRow:
-    """One output of a layer, in the unchanged run and with one change.
+    """One output of a layer, with one change.
 
     Attributes:
-        name: of the module, with the path of the tensor in its output.
+        name: of the module, with the `path` of the tensor in its output; `""` is the model.
         type: the module's class.
         call: the number of the module's call, from 0.
-        path: of the tensor in the output, `""` if the module returns the tensor itself.
-        shape: in the unchanged run.
-        axes: what each axis was found to hold: samples, positions, or – for anything else.
+        shape: of the whole output.
+        axes: what its axes were found to hold: samples, positions, or – for anything else.
         change: what was changed.
         max_abs_error: the largest `|a − b|` where the output must stay.
         rel_error: `‖a − b‖ / ‖a‖` there.
         n_different: elements that differ: by one bit if the change leaves all shapes, beyond the
             tolerance otherwise.
-        inputs_differ: whether the module's inputs differ too.
-        has_effect: whether what is around the module differs too, where that is known.
-        place: of the row in which the dependence begins, where in the module that is; `None` of
-            all others.
+        place: where in the module the dependence begins; None if it does not begin there.
     """
 
     name: str
@@ -83,13 +77,11 @@ class InvarianceRow:
     call: int
     path: str
     shape: tuple[int, ...]
-    axes: str
     change: str
-    max_abs_error: float
-    rel_error: float
     n_different: int
-    inputs_differ: bool = False
-    has_effect: bool = True
+    rel_error: float
+    max_abs_error: float
+    axes: str
     place: str | None = None
 
     @property
@@ -130,12 +122,11 @@ class Invariance(Localisation):
     @property
     def verdict(self) -> str:
         """The layer in which the dependence begins, and where in it, in one line."""
-        if (first := self.first) is not None:
+        if first := self.first:
             return f"{first.label} {_DEPENDS[self.to]}{first.place and ', '}{first.place}"
-        n = sum(r.has_effect for r in self.rows)
-        inner = len(self.rows) - n
-        none = f"nothing {_DEPENDS[self.to]}: {n} output{'s' * (n != 1)} compared"
-        return none + f"; {inner} more differ without effect" * bool(inner)
+        inner = sum(r.differs for r in self.rows)
+        none = f"nothing {_DEPENDS[self.to]}: {len(self)} output{'s' * (len(self) != 1)} compared"
+        return none + f", {inner} differ without effect" * bool(inner)
 
     def text(self) -> str:
         """Return the verdict, the changes, the rows around the first, and what was not judged."""
@@ -143,8 +134,7 @@ class Invariance(Localisation):
         lines = [self.verdict, f"  with {first.change if first else ' | '.join(changes)}"]
         if first is not None:
             at = self.rows.index(first)
-            near = self.rows[max(0, at - _NEAR) : at + _NEAR + 1]
-            rows = [r for r in near if r.change == first.change]
+            rows = [r for r in self.rows[max(0, at - 2) : at + 3] if r.change == first.change]
             cells = [("layer", "shape", "axes", "max_abs_error", "rel_error", "n_different")]
             for r in rows:
                 shape = "×".join(map(str, r.shape)) or "scalar"
@@ -152,28 +142,22 @@ class Invariance(Localisation):
                 cells.append((r.label, shape, r.axes, *errors))
             marks = ["  ", *("→ " if r is first else "  " for r in rows)]
             lines += map(add, marks, columns(cells, n_left=3))
-        unjudged, more = [*self.not_judged[:6]], len(self.not_judged) - 6
-        unjudged += [f"and {more} more (.not_judged)"] * (more > 0)
-        rest = [*self.notes, *[f"Not judged: {'; '.join(unjudged)}"] * bool(unjudged)]
-        return "\n".join([*lines, *wrap(rest, _WIDTH, ". ")])
+        unjudged = [clip(f"Not judged: {'; '.join(self.not_judged)}", 300)]
+        return "\n".join([*lines, *self.notes, *unjudged * bool(self.not_judged)])
 
 
 # --- runs
-
-
-Look = Callable[[Step, Place, Tensor], None]
-"""Called with each tensor of a run."""
 
 
 def _run(
     model: nn.Module,
     modules: dict[str, nn.Module],
     steps: list[Step],
-    look: Look,
+    look: Callable[[Step, Place, Tensor], None],
     seed: int | None = None,
     decode: Decode | None = None,
 ) -> tuple[CallTree, bool]:
-    """Run `model`, show its layers' tensors to `look`, and leave everything as it was.
+    """Run `model`, show each tensor of its layers to `look`, and leave everything as it was.
 
     Returns the calls of the last step, and whether the model drew random numbers.
     """
@@ -221,18 +205,11 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 class _Reference:
-    """The unchanged run, and what is known of its tensors.
-
-    Attributes:
-        values: each tensor of the run.
-        shapes: their shapes in a run at another size, `other`.
-        draws: whether the model draws random numbers.
-        notes: what was assumed about axes.
-    """
+    """The unchanged run: its tensors, what their axes hold, whether it draws random numbers."""
 
     def __init__(self, model: nn.Module, modules: dict[str, nn.Module], given: Given) -> None:
         self.model, self.modules, self.given, self.notes = model, modules, given, list[str]()
-        self.values, self.shapes = dict[Place, Tensor](), dict[Place, tuple[int, ...]]()
+        self.values, self._tables = dict[Place, Tensor](), set[Place]()
         last: dict[Any, Tensor] = {}  # an output of one module is often an input of the next
 
         def keep(_step: Step, place: Place, t: Tensor) -> None:
@@ -242,11 +219,10 @@ class _Reference:
             self.values[place] = last[memory]
 
         self.tree, self.draws = _run(model, modules, [Step(given.inputs, given.size)], keep)
-        self.other, self._other_tree = given.size, self.tree
-        self._tables: set[Place] | None = None
+        self.other, self.shapes = given.size, dict[Place, tuple[int, ...]]()
 
     def learn_axes(self) -> None:
-        """Run the model at another size."""
+        """Run the model at another size, `other`, and keep the shapes there."""
 
         def see(_step: Step, place: Place, t: Tensor) -> None:
             self.shapes[place] = tuple(t.shape)
@@ -254,37 +230,36 @@ class _Reference:
         problem = ""
         for inputs, size in self.given.other_sizes():
             self.shapes.clear()
-            self.other, step = size, Step(inputs, size)
+            self.other = size
             try:
-                self._other_tree, _ = _run(self.model, self.modules, [step], see)
+                _run(self.model, self.modules, [Step(inputs, size)], see)
                 break
             except Exception as error:  # the model takes no such size
                 problem = problem or f"{type(error).__name__}: {error}"
-        same = [("samples", self.other.batch == self.given.size.batch)]
-        same += [("positions", self.other.seq == self.given.size.seq is not None)]
-        if fixed := " and ".join(name for name, is_fixed in same if is_fixed):
-            text = f"no other number of {fixed} runs, so axes of that length count as such"
+        pairs = zip(("samples", "positions"), self.given.size, self.other, strict=True)
+        if fixed := " and ".join(name for name, n, other in pairs if n == other is not None):
+            text = f"No other number of {fixed} runs, so axes of that length count as such"
             self.notes.append(f"{text} ({problem})")
 
     def tables(self) -> set[Place]:
         """Return the tensors that no value of the changed input changes: positions, masks."""
-        if self._tables is None:
-            found = self._tables = set[Place]()
 
-            def see(_step: Step, place: Place, t: Tensor) -> None:
-                if place in self.values and _equal(self.values[place], t):
-                    found.add(place)
+        def see(_step: Step, place: Place, t: Tensor) -> None:
+            if place in self.values and _equal(self.values[place], t):
+                self._tables.add(place)
 
+        if not self._tables:
             step = Step(self.given.changed(seed=7), self.given.size)
             _run(self.model, self.modules, [step], see)
         return self._tables
 
     def positions_are_calls(self, name: str) -> bool:
         """Return whether a module is called once for each position: a cell in a loop over them."""
-        here, there = self.given.size.seq, self.other.seq
-        if here is None or here < 2 or here == there:
+        seq, other = self.given.size.seq, self.other.seq
+        if seq is None or other is None or seq == other:
             return False
-        runs = (self.tree.parent, here), (self._other_tree.parent, there or 0)
+        calls, others = self.tree.parent, {call for call, *_ in self.shapes}
+        runs = (calls, seq), (others, other)
         return all(Call(name, n - 1) in made and Call(name, n) not in made for made, n in runs)
 
     def readings(self, place: Place) -> list[Reading]:
@@ -320,39 +295,36 @@ class _Comparison:
 
     def see(self, step: Step, place: Place, t: Tensor) -> None:
         """Compare a tensor with that of the unchanged run, where it must stay."""
-        call, side, path = place
-        by_call = bool(self.change.needs) and self.ref.positions_are_calls(call.name)
+        (call, *where), ref = place, self.ref
+        by_call = bool(self.change.needs) and ref.positions_are_calls(call.name)
         for here, there in step.pairs or [(Region(), Region())]:
-            same, found = place, None
             if by_call and there.positions is not None and here.positions is not None:
                 at = (there.positions == call.n).nonzero()
                 if not len(at):  # this call's position does not have to stay
                     continue
-                same = Call(call.name, int(here.positions[int(at[0])])), side, path
+                place = (Call(call.name, int(here.positions[int(at[0])])), where[0], where[1])
                 here, there = Region(here.samples), Region(there.samples)
-            if same in self.ref.values:
-                found = self.compare(same, t, step.size, here, there, by_call)
+            found = self.compare(place, t, step.size, here, there, by_call)
             if isinstance(found, _Found):
-                self.found[same] = max(self.found.get(same, found), found)
+                self.found[place] = max(self.found.get(place, found), found)
             else:
-                self.unjudged.setdefault(same, found or "the unchanged run has no such tensor")
+                self.unjudged.setdefault(place, found)
 
     def compare(
         self, place: Place, b: Tensor, size: Size, here: Region, there: Region, by_call: bool
     ) -> _Found | str:
-        """Return how far a tensor's part `there` is from the first one's part `here`.
-
-        A reason is returned if that cannot be known.
-        """
-        ref, change, a, results = self.ref, self.change, self.ref.values[place], list[_Found]()
+        """Compare a tensor's part `there` with the unchanged part `here`; or say why not."""
+        ref, change, a = self.ref, self.change, self.ref.values.get(place)
+        if a is None:
+            return "the unchanged run has no such tensor"
         if not change.needs:
             return self.measure(a, b, "")
         if place in self.skipped:
             return "a table: no value of the input changes it"
         if change.exact and a.shape != b.shape:
             return "its shape depends on values"
-        every = ref.readings(place)
-        ways = [way for way in every if _holds(way, change.needs, by_call)]
+        ways = [way for way in ref.readings(place) if _holds(way, change.needs, by_call)]
+        results = list[_Found]()
         for way in ways:
             axes = " × ".join(map(str, way)) + ", positions by call" * by_call
             if change.exact and place[1] == "in":
@@ -360,16 +332,12 @@ class _Comparison:
                 several = [d for d, axis in enumerate(way) if axis.positions and not axis.samples]
                 way = tuple(Axis() if d in several[1:] else axis for d, axis in enumerate(way))
             mine, other = take(a, way, ref.given.size, here), take(b, way, size, there)
-            if mine is None or other is None or mine[0].shape != other[0].shape:
-                continue
-            if all(map(np.array_equal, mine[1], other[1])):
+            if mine and other and all(map(np.array_equal, mine[1], other[1])):
                 results.append(self.measure(mine[0], other[0], axes))
         if results:  # it has changed only if it has by all readings
             return min(results)
-        if ways:
-            return "its size does not follow the input's"
         held = {"either": "samples or positions"}.get(change.needs, change.needs)
-        return f"no axis is known to hold {held}"
+        return "its size does not follow the input's" if ways else f"no axis holds {held}"
 
     def measure(self, a: Tensor, b: Tensor, axes: str) -> _Found:
         """Return how far `b` is from `a`, by the change's tolerance."""
@@ -411,20 +379,9 @@ class _Comparison:
             m = modules[call.name]
             for path, found in outputs.get(call, {}).items():
                 value = self.ref.values.get((call, "out", path))
-                row = InvarianceRow(
-                    name=call.name + path,
-                    type=type(m).__name__,
-                    call=call.n,
-                    path=path,
-                    shape=() if value is None else tuple(value.shape),
-                    axes=found.axes,
-                    change=self.change.words,
-                    max_abs_error=found.max_abs_error,
-                    rel_error=found.rel_error,
-                    n_different=found.n_different,
-                    inputs_differ=call in inputs_differ,
-                    has_effect=not found.n_different or call in outputs_differ,
-                )
+                shape = () if value is None else tuple(value.shape)
+                where = call.name + path, type(m).__name__, call.n, path, shape
+                row = InvarianceRow(*where, self.change.words, *found)
                 if call == first and row.differs:
                     mode = m.training and (hasattr(m, "running_mean") or "Drop" in row.type)
                     words = ["in training mode"] * mode + [tree.place(call, inputs_differ)]
@@ -463,7 +420,7 @@ class _Float64(TorchFunctionMode):
 
 def _effect(rows: list[InvarianceRow]) -> float:
     """Return how much the model's output changes; where that is not known, where it begins."""
-    whole = [r.rel_error for r in rows if r.name == r.path and r.differs and r.has_effect]
+    whole = [r.rel_error for r in rows if r.name == r.path and r.differs]
     return max(whole or [r.rel_error for r in rows if r.place is not None], default=0.0)
 
 
@@ -514,30 +471,27 @@ def check_invariance(
     """Find the first layer whose output depends on what it must not depend on.
 
     The model runs as it is given, and again with changes that must not matter: without gradients,
-    in the modes in which its modules are, from the same random state. The model, its inputs and all
-    random states are as before afterwards. Compiled models run eagerly. All inputs and outputs of
-    all layers are kept until the check ends.
+    in the modes in which its modules are, from the same random state. Everything is as before
+    afterwards. Compiled models run eagerly. The tensors of all layers are kept meanwhile.
 
     A change of values leaves all shapes, so nothing may differ by one bit. A change of the layout
     has other kernels, so there is a tolerance; it is not tried if the model draws random numbers.
-    A small effect is confirmed by a copy of the model in float64. Which axes of an output hold
-    samples and positions is learned from a run with one sample more and two positions less.
+    Small errors are confirmed by a copy in float64. What the axes of an output hold is learned
+    from a run with one sample more and two positions less.
 
     Args:
         model: a model; a batch of one sample is enough.
         *inputs: for the model.
-        to: `"future"`: values at later positions (causality). `"batch"`: the other samples' values,
-            and that there are any. `"order"`: the order of the samples. `"padding"`: the padding's
-            values, and that there is any. `"packing"`: the other documents in the same row.
-            `"cache"`: one token at a time with a cache, or all at once. `"repeat"`: the same call
-            again, and from another random state.
-        vary: the name of the input whose values are changed; by default the first that is no mask.
+        to: `"future"`: later positions (causality). `"batch"`: the other samples, and that there
+            are any. `"order"`: the order of the samples. `"padding"`: the padding, and that there
+            is any. `"packing"`: the other documents in a row. `"cache"`: one token at a time with a
+            cache, or all at once. `"repeat"`: the same call again, and another random state.
+        vary: the name of the input that is changed; by default the first that is no mask.
         batch_dim: the axis of samples of that input.
         seq_dim: its axis of positions; by default the second of integers of two axes and of floats
             of three (the first if `batch_dim` is 1).
         padded: for `"padding"`, (samples, positions), true where padding is. By default the input
-            whose name has "mask" says it; without one, some tokens are replaced by padding if the
-            model takes an `attention_mask`.
+            with "mask" in its name says it.
         documents: for `"packing"`, (samples, positions), the number of each position's document. By
             default position ids that begin again say it.
         decode: for `"cache"`, a function (model, inputs, state) that calls the model with the next
@@ -556,8 +510,6 @@ def check_invariance(
         OptionError: an option is unknown, or does not fit the inputs.
         HookError: the model is scripted.
 
-    Cost in forwards, without float64: 4 to 8; `"cache"` about 20.
-
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     >>> x = torch.randn(3, 4)
     >>> print(check_invariance(net, x, to="batch").verdict)
@@ -569,21 +521,14 @@ def check_invariance(
     check_hookable(unwrap(check_module(WHO, model)), WHO)
     if rtol is not None:
         check_number(WHO, "rtol", rtol, 0)
-    options = {
-        "padding": ("padded", padded),
-        "packing": ("documents", documents),
-        "cache": ("decode", decode),
-    }
-    for wanted, (name, value) in options.items():
-        if value is not None and to != wanted:
-            raise OptionError(f'{WHO}({name}=…): this is for to="{wanted}", not "{to}".')
+    options = {"padded": padded, "documents": documents, "decode": decode}
+    options = {name: value for name, value in options.items() if value is not None}
 
     def prepare(model: nn.Module, inputs: Inputs) -> tuple[_Reference, list[Change]]:
         root = unwrap(model)
         modules = {n: m for n, m, first in walk(root) if first and can_run(m)}
         given = Given(root, inputs, to, vary, batch_dim, seq_dim)
-        option = options[to][1:] if to in options else ()
-        given, changes = getattr(input_changes, to)(given, *option)
+        given, changes = getattr(input_changes, to)(given, **options)
         ref = _Reference(model, modules, given)
         if to != "repeat":
             ref.learn_axes()
@@ -631,7 +576,5 @@ def check_invariance(
     for (call, side, path), why in reasons.items():
         if side == "out" and (call.name + path, call.n) not in judged:
             by_reason.setdefault(why, {})[(call.name or "(model)") + path] = None
-    for why, names in by_reason.items():
-        more = f" and {len(names) - 3} more" * (len(names) > 3)
-        not_judged.append(f"{', '.join([*names][:3])}{more}: {why}")
+    not_judged += [f"{', '.join(names)}: {why}" for why, names in by_reason.items()]
     return Invariance(tuple(rows), to, tuple(not_judged), tuple(notes))
