@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zoo import entry
 
 from hookkit.errors import ArgumentError, OptionError, SelectionError
-from hookkit.inspection import Summary, summary, tracing
+from hookkit.inspection import Summary, summary
 
 
 class Block(nn.Module):
@@ -487,7 +487,7 @@ def test_names_that_say_something_are_not_folded() -> None:
 # elsewhere
 
 
-def test_a_large_model_on_cuda_allocates_little_and_keeps_its_random_state(
+def test_a_model_on_cuda_allocates_what_an_inference_does_and_keeps_its_random_state(
     cuda: torch.device,
 ) -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), *(nn.Dropout() for _ in range(200))).to(cuda)
@@ -497,7 +497,8 @@ def test_a_large_model_on_cuda_allocates_little_and_keeps_its_random_state(
 
     s = summary(net, x)
 
-    assert (s.run, s["0"].calls) == ("fake", 1)
+    assert (s.run, s["0"].calls) == ("real", 1)
+    assert s.saved_bytes > 2**30
     assert torch.equal(state, torch.cuda.get_rng_state())
     assert torch.cuda.memory_allocated() == memory
-    assert torch.cuda.max_memory_allocated() - memory <= 1.5 * tracing.MAX_SAVED_BYTES
+    assert torch.cuda.max_memory_allocated() - memory < 2**28

@@ -248,15 +248,6 @@ def test_what_autograd_saves_is_kept_only_for_a_forward_that_differentiates(
     assert s.output == ("4×4 float32" if differentiates else "scalar float32")
 
 
-def test_many_saved_bytes_stop_a_real_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "MAX_SAVED_BYTES", 100)
-
-    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.ReLU())
-
-    assert summary(net, torch.ones(1, 4)).run == "real"
-    assert summary(net, torch.ones(9, 4)).run == "fake"
-
-
 @pytest.mark.usefixtures("fake")
 def test_inside_autocast_later_calls_compute_with_real_parameters() -> None:
     net, x = nn.Linear(4, 4), torch.ones(1, 4)

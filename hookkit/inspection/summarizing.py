@@ -48,10 +48,10 @@ def summary(
     One forward of the model itself is run and the model put back: modes, parameters, buffers,
     hooks, random states, and attributes with the containers, arrays and objects in them. The last
     line names attributes and globals that have changed and could not be put back (see
-    `Summary.not_restored`). Beyond 20 G multiply-accumulates or 1 GiB saved for backward, or if
-    memory runs out, it is run on PyTorch's fake tensors instead, which compute nothing, unless
-    hooks of yours are on the model or it needs values. On `meta` nothing is computed. Works for
-    compiled models and those wrapped for parallel training; before `fully_shard`, not after.
+    `Summary.not_restored`). Beyond 20 G multiply-accumulates, or if memory runs out, it is run on
+    PyTorch's fake tensors instead, which compute nothing, unless hooks of yours are on the model or
+    it needs values. On `meta` nothing is computed. Works for compiled models and those wrapped for
+    parallel training; before `fully_shard`, not after.
 
     Your hooks on the model and edits around the call are part of what it computes, and run;
     captures and other recorders see nothing of it, also one that the forward itself reads.

@@ -100,8 +100,8 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
         run: for the trace.
         keeps: autograd gets the tensors that it saves. Otherwise they are only counted, and their
             memory is free at once; a forward that differentiates raises.
-        bound: the multiply-accumulates and the saved bytes beyond which `Stopped` is raised;
-            `stopped` stays true if the model swallows it.
+        most_macs: beyond so many, `Stopped` is raised; `stopped` stays true if the model swallows
+            it.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
         write: Callable[[Tensor], None],
         run: str,
         keeps: bool,
-        bound: tuple[float, float] = (inf, inf),
+        most_macs: float = inf,
     ) -> None:
         super().__init__()
-        self.tree, self.write, self.keeps, self.bound = tree, write, keeps, bound
+        self.tree, self.write, self.keeps, self.most_macs = tree, write, keeps, most_macs
         self.trace = Trace(run)
         self.names = {
             place.module: place.name
@@ -124,8 +124,7 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
         # model may call modules in an `except` block.
         self.stack: list[tuple[str, BaseException | None]] = []
         self.saved: list[weakref.ref[Saved]] = []
-        self.storages = {_identity(t)[0] for t in tree.tensors}
-        self.n_calls = self.n_macs = self.n_saved_bytes = 0
+        self.n_calls = self.n_macs = 0
         self.stopped = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,7 +134,7 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
-        if self.n_macs > self.bound[0] or self.n_saved_bytes > self.bound[1]:
+        if self.n_macs > self.most_macs:
             self.stopped = True
             raise Stopped
         for t in written_by(func, args, kwargs):
@@ -200,12 +199,10 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
 
     def pack(self, t: Tensor) -> Saved:
         """Return what autograd keeps in place of `t`, which it saves for the backward pass."""
-        (key, hold), size = _identity(t), storage_of(t)[1]
-        saved = Saved(self.here(), (key, size), _kept(t) if self.keeps else hold)
+        key, hold = _identity(t)
+        hold = _kept(t) if self.keeps else hold
+        saved = Saved(self.here(), (key, storage_of(t)[1]), hold)
         self.saved.append(weakref.ref(saved))
-        if key not in self.storages:
-            self.storages.add(key)
-            self.n_saved_bytes += size
         return saved
 
     def unpack(self, saved: Saved) -> Tensor:

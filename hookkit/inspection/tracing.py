@@ -1,7 +1,7 @@
 """`trace`: one run of a model that changes nothing, recorded by module.
 
-Builds on `preserve_state` and `tracer`. The model itself runs, for real; a run that gets long or
-large is stopped and repeated on fake tensors. PyTorch's fake tensors have a shape, a dtype and a
+Builds on `preserve_state` and `tracer`. The model itself runs, for real; a run that gets long is
+stopped and repeated on fake tensors. PyTorch's fake tensors have a shape, a dtype and a
 device, and no values: a forward on them costs no memory and computes nothing. PyTorch makes one of
 each parameter that an operation meets; some operations on a real tensor and a number, such as
 `weight.div_(2)`, it computes for real, which `preserve_state` undoes.
@@ -16,6 +16,7 @@ import gc
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from math import inf
 from types import FrameType, GeneratorType
 from typing import Any, TypeVar
 
@@ -33,12 +34,12 @@ from hookkit.inspection.tree import Tree
 
 T = TypeVar("T")
 
-# How far a real run goes: multiply-accumulates, about a second of a CPU core, and bytes that
-# autograd saves. Beyond them the model runs on fake tensors.
-MAX_MACS, MAX_SAVED_BYTES = 2 * 10**10, 2**30
+# How many multiply-accumulates a real run may take, about a second of a CPU core. Beyond them the
+# model runs on fake tensors.
+MAX_MACS = 2 * 10**10
 
 _LEFT = (
-    "{0} ran on fake tensors, which have no values, since its real run was stopped as too large, "
+    "{0} ran on fake tensors, which have no values, since its real run was stopped as too long, "
     "and its forward has stored some outside of its modules, in: {1}. Calls that read them will "
     "fail. Remove them there (from a cached function by its cache_clear()), or start a new "
     "process; and give summary a smaller input, with which the model runs for real."
@@ -55,8 +56,8 @@ def trace(
     """Run the model once and return `read(trace)`, called before the model is put back.
 
     The model's own error is stored in the trace. The run is repeated without values, on fake
-    tensors, where it would take long or much memory (`MAX_MACS`, `MAX_SAVED_BYTES`) or has run out
-    of it, and the model can run so. A model on meta runs on meta.
+    tensors, where it would take long (`MAX_MACS`) or has run out of memory, and the model can run
+    so. A model on meta runs on meta.
 
     Args:
         tree: of the model.
@@ -123,9 +124,8 @@ def _run(
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))  # off before copies are made
         state = stack.enter_context(preserve_state(tree, training=training, grad=True, watch=False))
-        bound = [(MAX_MACS, MAX_SAVED_BYTES)] if bounded else []
         kind = "meta" if tree.is_meta else "fake" if mode else "real"
-        tracer = Tracer(tree, state.before_write, kind, keeps, *bound)
+        tracer = Tracer(tree, state.before_write, kind, keeps, MAX_MACS if bounded else inf)
         tracer.trace.not_restored = state.not_restored
         tracer.attach(stack)
         if torch.is_autocast_cache_enabled():
