@@ -25,7 +25,7 @@ _HEAD = ("layer", "shape", "rel_error", "input_error", "sqnr_db", "max_abs_error
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of both models, or one that only one of them has.
+    """Says how far one tensor of the two models is apart, or which of them has it alone.
 
     Attributes:
         name: of the module in the first model, with the path of the tensor in what it returns;
@@ -70,17 +70,17 @@ class Row:
 
     @property
     def differs(self) -> bool:
-        """Whether it is beyond the tolerance, or could not be compared."""
+        """Return whether it is beyond the tolerance, or could not be compared."""
         return bool(self.problem or self.n_different)
 
     @property
     def is_alone(self) -> bool:
-        """Whether only one of the models has it."""
+        """Return whether only one of the models has it."""
         return self.problem.startswith((MISSING, NOT_GIVEN))
 
     @property
     def label(self) -> str:
-        """The module, its class and what the row is of, in words."""
+        """Return the module, its class and what the row is of, in words."""
         root = "" if self.name and self.name[0] not in "[." else "(model)"
         call = f"call {self.call}" if self.call else ""
         what = "" if self.what == "output" else self.what.replace("_", " ")
@@ -89,7 +89,7 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Localisation):
-    """What two models have for each layer, in the order in which the first one's finish.
+    """Says how far the layers of two models are apart, in the order in which the first's finish.
 
     Iterates over its rows; `c["layer"]` gives those of one layer, `c[0]` the first of all. It is
     neither true nor false: ask `c.first is None`.
@@ -115,21 +115,21 @@ class Comparison(Localisation):
 
     @property
     def first(self) -> Row | None:
-        """The row where the difference begins; None if nothing differs."""
+        """Return the row where the difference begins; None if nothing differs."""
         return None if self._first is None else self.rows[self._first]
 
     @property
     def different(self) -> tuple[Row, ...]:
-        """The rows that differ, or that only one model has."""
+        """Return the rows that differ, or that only one model has."""
         return tuple(r for r in self.rows if r.differs)
 
     @property
     def verdict(self) -> str:
-        """How many tensors were compared and where the difference begins, in one line."""
+        """Return in one line how many tensors were compared, and where the difference begins."""
         n, n_differ, first = len(self.rows), len(self.different), self.first
         compared = f"{n} tensor{'s' * (n != 1)} compared"
         if first is None and n_differ:
-            return f"{compared}, {n_differ} beyond the tolerance as errors add up, not the output"
+            return f"{compared}, {n_differ} within the model beyond the tolerance as errors add up"
         if first is None:
             return f"{compared}: no difference beyond the tolerance"
         much = f"{si(first.n_different)} of {si(math.prod(first.shape))} elements"
@@ -137,7 +137,7 @@ class Comparison(Localisation):
         return f"{compared}, {n_differ} differ{'s' * (n_differ == 1)}, first {where}"
 
     def text(self) -> str:
-        """The verdict, the first difference and its neighbours, and what could not be judged.
+        """Return the verdict, the first difference with its neighbours, and what was not judged.
 
         If nothing differs, the rows that are farthest apart.
         """
