@@ -501,3 +501,19 @@ def test_other_processes_are_not_held_up_by_a_second_run(
 def test_options_of_a_file_need_a_folder(how: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match="save=folder"):
         FlightRecorder(**how)
+
+
+def test_a_parameter_that_a_model_returns_keeps_no_hook() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rows
+
+    model = Table()
+
+    train(model, n=3)
+
+    assert not model.rows._backward_hooks

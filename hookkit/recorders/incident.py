@@ -99,7 +99,8 @@ class ModelCalls:
         if torch.is_grad_enabled():
             loss, is_guess = loss_in(output)
             for i, t in enumerate(tree_leaves(output)):
-                if t.requires_grad and (loss is None or is_guess or t is loss):
+                # a parameter that is returned would keep the hook
+                if t.grad_fn is not None and (loss is None or is_guess or t is loss):
                     keep: Any = partial(call.grads.__setitem__, i)
                     t.register_hook(keep)  # type: ignore[no-untyped-call]
 
