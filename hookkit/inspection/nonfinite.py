@@ -46,7 +46,7 @@ from hookkit.inspection.tree import storage_of
 
 _HOME, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 _NOT_USERS = f"{_HOME}{os.sep}", f"{_TORCH}{os.sep}", "<frozen"
-_UNSEEN = "something that is no torch function"
+_UNSEEN = "a function that was not seen"
 _LINE = re.compile(r'\s*File "(.*)", line (\d+), in ')
 
 
@@ -309,8 +309,10 @@ def _has_nan(t: Tensor) -> bool:
 
 def _words(tensors: Iterable[Tensor]) -> str:
     """Return the range of the values of the first three tensors, and how many are NaN and Inf."""
-    words = []
-    for t in [t for t in tensors if t.is_floating_point() and t.numel() and not t.is_meta][:3]:
+    words = list[str]()
+    for t in [] if is_transforming() else [t for t in tensors if t.is_floating_point()][:3]:
+        if t.is_meta or t.is_nested or not t.numel():
+            continue
         values = dense(t).float()
         finite, n = values[values.isfinite()], values.numel()
         low_high = f"{float(finite.min()):.4g} to {float(finite.max()):.4g}" if len(finite) else ""
@@ -386,9 +388,8 @@ class _Functions(TorchFunctionMode):
             running = (self.modules[id(m)] for m in running_modules() if id(m) in self.modules)
             numbers = (x for x in (*args, *kwargs.values()) if isinstance(x, float))
             constants = [str(x) for x in numbers if not math.isfinite(x)]
-            values = "; ".join(
-                filter(None, [_words(given) if values is None else values, *constants])
-            )
+            values = _words(given) if values is None else values
+            values = "; ".join(filter(None, [values, *constants]))
             (module, kind), (file, line) = next(running, ("", "")), _line()
             finite = not (bad_given or constants)
             row = NonFiniteCall(module, kind, name, False, file, line, _words(bad), values, finite)
@@ -506,11 +507,8 @@ class _Nodes:
         ended, reached = {t.grad_fn for t in tensors}, set(todo)
         while todo:
             node = todo.pop()
-            givers = {
-                user
-                for user, i in users.get(node, ())
-                if self.bad.get(user, [])[i : i + 1] == [True]
-            }
+            given_by = users.get(node, ())
+            givers = {u for u, i in given_by if True in self.bad.get(u, [])[i : i + 1]}
             if not givers and node in ended:
                 what = "the loss, outside of the model"
                 return {node: NonFiniteCall("", "", what, True, given=f"outputs {_words(tensors)}")}
