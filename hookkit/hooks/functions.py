@@ -419,7 +419,6 @@ def hook_function(
         inputs: stores the inputs of the function, as `Inputs`, or the gradients of the inputs.
         hook: `hook(call, inputs, output)`, or of one argument; its result is stored in place of the
             output (with `inputs=True`: `hook(call, inputs)`); `call.function` is the function.
-
         keep: `"all"` calls; the `"last"` call of each module, in one hook without a number
             (`h["blocks.3.attn/softmax"]`), so that a long loop fills no memory; or `"none"`, for a
             `hook` that is only called, and for `n_calls`.
