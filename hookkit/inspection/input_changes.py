@@ -166,7 +166,7 @@ class Given:
             if positions is not None:
                 for d in of_positions:
                     whole = upto and d == of_positions[-1] and _is_mask(self.names[path], t)
-                    at = torch.arange(upto) if whole else positions
+                    at = torch.arange(upto, device="cpu") if whole else positions
                     t = t.index_select(d, at.to(t.device))
             return t
 
@@ -176,13 +176,13 @@ class Given:
     def other_sizes(self) -> Iterator[tuple[Inputs, Size]]:
         """Yield the inputs at other sizes; a model may refuse some. The last is the same size."""
         n, seq = self.size
-        more = torch.cat([torch.arange(n), torch.tensor([n - 1])])
+        more = torch.cat([torch.arange(n, device="cpu"), torch.tensor([n - 1], device="cpu")])
         shorter = () if seq is None else (seq - 2, seq - 1, seq // 2)
-        for samples in (more, torch.arange(n)):
+        for samples in (more, torch.arange(n, device="cpu")):
             # an axis of all pairs must not stay as long as it is
             lengths = [x for x in shorter if x > 1 and x * len(samples) != n * (seq or 0)]
             for length in [*lengths, seq]:
-                positions = None if length == seq else torch.arange(length or 0)
+                positions = None if length == seq else torch.arange(length or 0, device="cpu")
                 yield self.taken(samples, positions), Size(len(samples), length)
 
     def changed(self, keep: Tensor | None = None, seed: int = 1) -> Inputs:
@@ -221,7 +221,7 @@ class Given:
         high = torch.searchsorted(ordered, columns, right=True)
         others = n - (high - low)  # how many have a different value
         generator = torch.Generator().manual_seed(seed)  # the same draw for a copy in float64
-        draw = torch.rand(columns.shape, generator=generator, dtype=torch.float64)
+        draw = torch.rand(columns.shape, generator=generator, dtype=torch.float64, device="cpu")
         new = ordered.gather(1, (high + (draw * others).long()) % n)
         new = torch.where(others > 0, new, columns).reshape(-1, len(values)).T
         return new.reshape(rows.shape).movedim(front, dims).to(self.main)
@@ -247,7 +247,8 @@ def future(given: Given) -> tuple[Given, list[Change]]:
     n, seq = given.size.batch, given.size.seq or 0
     changes = []
     for cut in sorted({seq // 2, min(seq // 2 + 1, seq - 1)}):
-        keep, region = torch.arange(seq) < cut, Region(None, torch.arange(cut))
+        region = Region(None, torch.arange(cut, device="cpu"))
+        keep = torch.arange(seq, device="cpu") < cut
         runs = [_with_others(given, keep.expand(n, seq), region)]
         words = f"other values of {given.name} from position {cut} on"
         changes.append(Change(words, runs, True, "positions"))
@@ -257,7 +258,7 @@ def future(given: Given) -> tuple[Given, list[Change]]:
 def batch(given: Given) -> tuple[Given, list[Change]]:
     """Change the other samples beside the first and the last one, and leave them out."""
     given = _several(given)
-    rows = torch.arange(given.size.batch)
+    rows = torch.arange(given.size.batch, device="cpu")
     ends = rows[:1], rows[-1:]
     beside = [_with_others(given, rows == i, Region(i)) for i in ends]
     return given, [
@@ -269,8 +270,8 @@ def batch(given: Given) -> tuple[Given, list[Change]]:
 def order(given: Given) -> tuple[Given, list[Change]]:
     """Put the last sample first."""
     given = _several(given)
-    rolled = torch.arange(given.size.batch).roll(1)
-    pair = Region(rolled), Region(torch.arange(given.size.batch))
+    rolled = torch.arange(given.size.batch, device="cpu").roll(1)
+    pair = Region(rolled), Region(torch.arange(given.size.batch, device="cpu"))
     step = Step(given.taken(rolled), given.size, (pair,))
     return given, [Change("the last sample first", [[step]], False, "samples")]
 
@@ -293,7 +294,7 @@ def padding(given: Given, padded: Any = None) -> tuple[Given, list[Change]]:
             f'{WHO}(to="padding"): no sample has padding beside real positions. Give one.'
         )
     rows = dict.fromkeys(int(i) for i in (fewest[0], fewest[-1]))  # with most, and least padding
-    places = [(torch.tensor([i]), real[i].nonzero()[:, 0]) for i in rows]
+    places = [(torch.tensor([i], device="cpu"), real[i].nonzero()[:, 0]) for i in rows]
     values = [_with_others(given, real, *(Region(*place) for place in places))]
     alone = [_alone(given, *place) for place in places]
     return given, [
@@ -305,7 +306,7 @@ def padding(given: Given, padded: Any = None) -> tuple[Given, list[Change]]:
 def packing(given: Given, documents: Any = None) -> tuple[Given, list[Change]]:
     """Change the other documents of the first row, and leave them out."""
     numbers = _documents(given) if documents is None else _told(given, "documents", documents)
-    row, zero = numbers[0], torch.tensor([0])
+    row, zero = numbers[0], torch.tensor([0], device="cpu")
     which = dict.fromkeys((int(row[0]), int(row[-1])))
     if len(which) < 2:
         raise ArgumentError(
@@ -331,8 +332,8 @@ def cache(given: Given, decode: Decode | None = None) -> tuple[Given, list[Chang
     first = max(seq // 2, seq - _ONE_BY_ONE)
     steps = list[Step]()
     for a, b in [(0, first), *((i, i + 1) for i in range(first, seq))]:
-        here = torch.arange(a, b)
-        pair = Region(None, here), Region(None, torch.arange(b - a))
+        here = torch.arange(a, b, device="cpu")
+        pair = Region(None, here), Region(None, torch.arange(b - a, device="cpu"))
         size = Size(given.size.batch, b - a)
         steps.append(Step(given.taken(None, here, upto=b), size, (pair,)))
     words = f"the cache: {first} tokens first, then one by one"
@@ -350,9 +351,9 @@ def _with_others(given: Given, keep: Tensor, *regions: Region) -> list[Step]:
 
 def _alone(given: Given, row: Tensor, positions: Tensor | None = None) -> list[Step]:
     """Return the step with one sample alone, or with some of its positions alone."""
-    count = None if positions is None else torch.arange(len(positions))
+    count = None if positions is None else torch.arange(len(positions), device="cpu")
     size = Size(1, given.size.seq if count is None else len(count))
-    pair = Region(row, positions), Region(torch.tensor([0]), count)
+    pair = Region(row, positions), Region(torch.tensor([0], device="cpu"), count)
     return [Step(given.taken(row, positions), size, (pair,))]
 
 
@@ -362,12 +363,15 @@ def _several(given: Given) -> Given:
         return given
     other = dict(tree_leaves_with_path(given.changed()))[given.path]
     main = torch.cat([given.main, other], given.batch_dim)
-    return given.with_inputs(tree_set(given.taken(torch.tensor([0, 0])), given.path, main))
+    return given.with_inputs(
+        tree_set(given.taken(torch.tensor([0, 0], device="cpu")), given.path, main)
+    )
 
 
 def _told(given: Given, name: str, value: Any) -> Tensor:
     """Return what is said of each position, (samples, positions) on the CPU."""
-    t, shape = torch.as_tensor(value).detach().cpu(), (given.size.batch, given.size.seq or 0)
+    t = torch.as_tensor(value, device="cpu").detach()
+    shape = (given.size.batch, given.size.seq or 0)
     if t.shape not in (shape, shape[1:], (1, shape[1])):
         raise OptionError(
             f"{WHO}: {name} has the shape {tuple(t.shape)}. Give (samples, positions), {shape}."

@@ -354,7 +354,7 @@ def feature_orders(first: Side, second: Side, pair: Pair) -> list[Tensor]:
             places = {s: i for i, s in enumerate(signatures(y, low))}
             found = [places.get(s, -1) for s in signatures(x, low)]
             if found != sorted(found) == [*range(len(x))]:
-                orders.append(torch.tensor(found))
+                orders.append(torch.tensor(found, device="cpu"))
     return orders
 
 
