@@ -417,17 +417,6 @@ def test_the_first_gradient_is_that_which_the_backward_reaches_first() -> None:
     assert found.first.place == "in the backward between it and act Tanh grad"
 
 
-def test_a_wrong_gradient_of_a_parameter_is_made_in_its_layer() -> None:
-    model = Net(in_turn)
-    other = copy.deepcopy(model)
-    other.a.weight.register_hook(lambda grad: 2 * grad)
-
-    first = compare_models(model, other, X, grads=True).first
-
-    assert (first.name, first.what) == ("a.weight", "param_grad")
-    assert first.place == "in its own backward, as the gradient of its output agrees"
-
-
 # -- ports ----------------------------------------------------------------------------------------
 
 
@@ -609,6 +598,7 @@ def test_gradients_of_outputs_and_parameters_are_compared() -> None:
     comparison = compare_models(model, other, X, grads=True, loss=lambda out: out.square().sum())
 
     assert [(r.name, r.what) for r in comparison.different] == [("5.weight", "param_grad")]
+    assert comparison.first.place == "in its own backward, as the gradient of its output agrees"
     assert {r.what for r in comparison} == {"output", "grad", "param_grad"}
     assert all(p.grad is None for m in (model, other) for p in m.parameters())
     model(X).square().sum().backward()
@@ -743,6 +733,19 @@ def test_a_capture_takes_the_place_of_a_model(save: Any) -> None:
         assert comparison.first is not None
         assert (comparison.first.name, comparison.first.type) == ("0[0]", "LSTM")
     assert compare_models(one, model, X).first is None
+
+
+def test_a_capture_of_a_port_is_compared_by_the_names_that_were_found(save: Any) -> None:
+    model = Mixers()
+    port, wrong = PortOfMixers(model), PortOfMixers(model)
+    wrong.layers[2].ln.eps = 0.1
+    names = compare_models(model, port, X).names
+    right, file = (save(m, select(m, "**", "")) for m in (port, wrong))
+
+    assert compare_models(model, right, X, names=names).first is None
+    found = compare_models(model, file, X, names=names)
+    assert found["blocks.2.norm"][0].differs
+    assert found.first.place == "of unknown inputs, as a file has none"
 
 
 def test_a_capture_that_lacks_a_layer_differs_both_ways(save: Any) -> None:

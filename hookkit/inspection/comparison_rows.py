@@ -6,7 +6,7 @@ Builds on `pairing`, `differences` and `first_difference`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
@@ -238,6 +238,10 @@ class RowMaker:
 
         A call that one side lacks begins the difference, and so does the model.
         """
+        self.input_error[call] = math.nan
+        if self.has_file:
+            self.inputs_differ.add(call)
+            return math.nan
         xs = self.first.values.get(Key("input", Call(pair.a[0], call.n)), [])
         ys = self.second.values.get(Key("input", Call(pair.b[0], call.n)), [])
         if pair.a == pair.b == ("",) or not (called and (xs or ys)):
@@ -270,33 +274,42 @@ class RowMaker:
             if key is not None and key.what == "output" and row.differs:
                 error = math.inf if row.problem else row.rel_error
                 errors[key.call] = max(error, errors.get(key.call, 0.0))
+        if self.has_file and not self.strict and Call("") in judged - errors.keys():
+            self._leave_out(errors)
+            errors.clear()
         while True:
             from_inputs = {c for c, e in errors.items() if e < _AMPLIFIES * self.input_error[c]}
             makers = tree.makers(self.inputs_differ | from_inputs, errors)
-            rows = {
-                c: [r for k, r in self.rows if k == Key("output", c) and r.differs] for c in makers
-            }
-            cut = [c for c in makers if self._has_no_effect(c, makers, inside, errors)
-                   and not (self.strict and any(not row.is_alone for row in rows[c]))]  # fmt: skip
+            cut = [c for c in makers if self._has_no_effect(c, makers, inside, errors)]
+            if self.strict:  # what both give is compared; what one lacks may have no effect
+                both = {k.call for k, r in self.rows if k and r.differs and not r.is_alone}
+                cut = [c for c in cut if c not in both]
             if not cut:
                 break
-            for row in rows[cut[0]]:
-                why = row.problem or "another value in the second"
-                self.not_judged.append(f"{row.label}: {why}, and what comes of it is the same")
-            self.rows = [(k, row) for k, row in self.rows if row not in rows[cut[0]]]
+            self._leave_out(cut[:1])
             del errors[cut[0]]
 
         begins = tree.first(self.inputs_differ, errors)
         differ = [i for i, (_, row) in enumerate(self.rows) if row.differs]
-        if makers and not self.has_file:
+        if makers:
             at = next(i for i in differ if self.rows[i][0] == Key("output", makers[0]))
             if begins in inside[makers[0]]:
                 return at, f"as errors of its layers add up, from {begins.name} on"
             return at, tree.place(makers[0], self.inputs_differ, judged)
-        if begins is not None and Call("") in judged and not self.has_file:
+        if begins is not None and Call("") in judged:
             # rounding adds up within the model, and what the model gives agrees
             differ = [i for i in differ if self.rows[i][1].what != "output"]
         return (differ[0], self._where(differ[0])) if differ else (None, "")
+
+    def _leave_out(self, calls: Collection[Call]) -> None:
+        """Take what differs in `calls` for something that a port gives otherwise."""
+        rows, self.rows = self.rows, []
+        for key, row in rows:
+            if row.differs and key is not None and key.what == "output" and key.call in calls:
+                why = row.problem or "another value in the second"
+                self.not_judged.append(f"{row.label}: {why}, and what comes of it is the same")
+            else:
+                self.rows.append((key, row))
 
     def _where(self, at: int) -> str:
         """Return in words which rows around the first that differs agree, if no call makes it."""
