@@ -8,6 +8,7 @@ import random
 import types
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from hookkit.callbacks import (
     SchedulerCallback,
 )
 from hookkit.callbacks.hook_callback import HookCallback
+from hookkit.recorders import Fingerprint
 from hookkit.testing import synth_learner
 
 
@@ -81,6 +83,7 @@ GUESTS: dict[str, Callable[[], list[Any]]] = {
     ],
     "some batches": lambda: [HookCallback(every=2, on_valid=True, hook=lambda m, i, o: o)],
     "statistics": stats_callbacks,
+    "a fingerprint": lambda: [Fingerprint(Path(mkdtemp(), "run.fp"))],
     "reads between": lambda: [
         Callback(after_epoch=lambda cb: (cb.learn.validate(), cb.learn.get_preds()))
     ],

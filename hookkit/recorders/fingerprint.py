@@ -84,6 +84,7 @@ class Fingerprint(HookCallback):
     order = -25
 
     def __init__(self, path: str | Path, every: int = 1, *, modules: Any = None) -> None:
+        every = 1 if every is None else every
         super().__init__(modules, every, include_paramless=True, on_valid=False)
         self.path = check_path("Fingerprint", path)
         self._last = -1  # the number of the last recorded step
@@ -196,12 +197,9 @@ class Fingerprint(HookCallback):
 
     def _write(self, step: int) -> None:
         """Write the step once its sketches have arrived: at once if they are on the CPU."""
-        layout, (read, arrived), settings = (
-            self.hooks.layout(),
-            self.hooks.read_later(),
-            self._settings(),
-        )
+        layout, settings = self.hooks.layout(), self._settings()
         is_new, self._layout = layout != self._layout, layout
+        read, arrived = self.hooks.read_later()
 
         def lines() -> list[str]:
             sketches = b64encode(read().tobytes()).decode()
