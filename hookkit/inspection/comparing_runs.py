@@ -161,7 +161,7 @@ def compare_runs(a: str | Path, b: str | Path, *, rtol: float | None = None) -> 
             pair = _Steps(s, steps[s], others[s], limit, notes)
             if (first := pair.first) is not None:
                 rows = [r for r in pair.rows if r.what not in _EXPLAINS]
-                verdict = _verdict(pair, first, previous, others)
+                verdict = _verdict(pair, first, previous)
         previous = s
     if first is None:
         how = ", bit for bit" if rtol is None else f" beyond {rtol:g}"
@@ -192,10 +192,8 @@ def _offset(a: Steps, b: Steps) -> int:
     first_a, first_b = min(a), min(b)
     mine, theirs = ({s: step.start() for s, step in run.items()} for run in (a, b))
     if not mine[first_a].keys() & theirs[first_b].keys():
-        names = [next(iter(start), None) for start in (mine[first_a], theirs[first_b])]
         raise OptionError(
-            f"compare_runs: these runs are of different models: the first has a weight {names[0]!r}"
-            f", the second {names[1]!r}, and no weight has the same name in both."
+            "compare_runs: these runs are of different models: no weight has the same name in both."
         )
     pairs = [(first_b, first_b), (first_a, first_a), (first_a, first_b)]
     pairs += [(s, first_b) for s in a] + [(first_a, s) for s in b]
@@ -343,7 +341,7 @@ def _rel_error(r: Seen, q: Seen, size: float) -> float:
     return gap / least if least else math.inf
 
 
-def _verdict(pair: _Steps, first: RunRow, previous: int | None, others: Steps) -> str:
+def _verdict(pair: _Steps, first: RunRow, previous: int | None) -> str:
     """Return in words what the first row that differs may come from."""
     bad = [r for r in pair.rows if r.differs and r.what == first.what]
     share = f"{len(bad)} of {sum(r.what == first.what for r in pair.rows)} do"
@@ -359,7 +357,7 @@ def _verdict(pair: _Steps, first: RunRow, previous: int | None, others: Steps) -
             why += "optimizer (an average of weights, a reset, a clipping of weights)"
         return f"before {step}: {first.name} differs ({share}): {why}"
     if first.what == "input":
-        text = _of_input(pair, first, layer, others)
+        text = _of_input(pair, first, layer)
     elif first.what == "output":
         text = _of_output(pair, first, layer)
     elif first.what == "loss":
@@ -376,10 +374,8 @@ def _verdict(pair: _Steps, first: RunRow, previous: int | None, others: Steps) -
             text += "; the loss differs too" * loss
             text += ": labels, the loss function, or a scale of the loss"
     elif first.what == "batches":
-        text = (
-            f"the number of batches is {first.problem}: a step was skipped (by a GradScaler?), or "
-        )
-        text += "gradients are accumulated otherwise"
+        text = f"the number of batches is {first.problem}: a step was skipped (by a GradScaler?), "
+        text += "or gradients are accumulated otherwise"
     elif first.what == "param_grad":
         text = f"the gradient of {first.name} differs ({share}{_factor(pair, 'param_grad')})"
         text += f": it is {first.problem}" * bool(first.problem)
@@ -404,7 +400,7 @@ def _verdict(pair: _Steps, first: RunRow, previous: int | None, others: Steps) -
     return f"{step}: {text}{scales}"
 
 
-def _of_input(pair: _Steps, first: RunRow, layer: str, others: Steps) -> str:
+def _of_input(pair: _Steps, first: RunRow, layer: str) -> str:
     tree = pair.x.layout.trees[first.batch]
     root = next(call for call in tree.begun if tree.parent[call] is None)
     if Call(first.name, first.call) != root:
@@ -413,17 +409,9 @@ def _of_input(pair: _Steps, first: RunRow, layer: str, others: Steps) -> str:
             "what runs between the layers, or outside of them"
         )
 
-    def hashes(step: RunStep) -> list[Any]:
-        place = "input", first.batch, *root
-        return [seen.hash for key, seen in step.seen.items() if key[:4] == place]
-
     bad = [r for r in pair.rows if r.differs and r.what == "input" and r.batch == first.batch]
     paths = [f"{r.path} {r.problem}".strip() for r in bad if (r.name, r.call) == root]
-    text = f"the batch differs ({_some(paths)})"
-    for t, other in others.items():
-        if t != first.step and hashes(other) == hashes(pair.x):
-            return f"{text}: a has that of step {t} in b, another order of the data"
-    return f"{text}: the data, their order, or how they are split"
+    return f"the batch differs ({_some(paths)}): the data, their order, or how they are split"
 
 
 def _of_output(pair: _Steps, first: RunRow, layer: str) -> str:

@@ -3,9 +3,9 @@
 A file has a line of JSON for each of these:
 
 - the header, `HEADER`;
-- a layout, which says what the steps after it consist of: for each batch its calls (name, number
-  of the call around it, class, whether it was in training mode, `extra_repr`), and rows (what,
-  batch, name, call, path, number of a sketch or -1, dtype, shape);
+- a layout, which says what the steps after it consist of: for each batch its calls, as they begin
+  (name, class, whether it is in training mode, `extra_repr`) and end (name), and rows (what, batch,
+  name, call, path, number of a sketch or -1, dtype, shape);
 - a step: its number, its hyperparameters, and its sketches, an array of `SKETCH` in base64.
 
 What a row is of: `before` (a weight or buffer before the step), `random` (a random state), `input`,
@@ -67,13 +67,11 @@ class Layout:
         self.kinds: list[dict[Call, list[Any]]] = []
         for batch in calls:
             tree, kinds = CallTree(), dict[Call, list[Any]]()
-            for name, parent, *kind in batch:
-                around = None if parent < 0 else tree.begun[parent]
-                while tree.current is not None and tree.current != around:
-                    tree.end(tree.current.name)
-                kinds[tree.begin(name)] = kind
-            while tree.current is not None:
-                tree.end(tree.current.name)
+            for name, *kind in batch:
+                if kind:
+                    kinds[tree.begin(name)] = kind
+                else:
+                    tree.end(name)
             self.trees.append(tree)
             self.kinds.append(kinds)
 
