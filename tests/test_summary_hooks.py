@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, prune
 
 from hookkit.hooks import Hook
 from hookkit.inspection import summary
@@ -62,19 +61,6 @@ def test_what_a_hook_computes_counts_for_its_layer() -> None:
     net[1].register_forward_hook(lambda m, i, o: o @ torch.ones(8, 3))
 
     assert [row.macs for row in summary(net, torch.ones(2, 4))] == [0, 2 * 4 * 8, 2 * 8 * 3]
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_hooks_of_pytorch_itself_run() -> None:
-    old: Any = torch.nn.utils.weight_norm(nn.Linear(3, 4))
-    spectral: Any = torch.nn.utils.spectral_norm(nn.Linear(4, 4))
-    pruned = prune.random_unstructured(nn.Linear(4, 4), "weight", amount=0.5)
-    new = parametrizations.weight_norm(nn.Linear(4, 4))
-    net = nn.Sequential(old, spectral, pruned, new, nn.LazyLinear(2))
-
-    s = summary(net, torch.ones(2, 3))
-
-    assert s.output == "2×2 float32"
 
 
 def test_backward_hooks_are_on_and_not_called() -> None:

@@ -22,14 +22,6 @@ from hookkit.hooks import Hook
 from hookkit.inspection import summary, tracing
 
 
-@pytest.fixture(params=["real", "fake"])
-def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both kinds of a run; every model is too large for a real one in the second."""
-    if request.param == "fake":
-        monkeypatch.setattr(tracing, "MAX_MACS", -1)
-    return str(request.param)
-
-
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "MAX_MACS", -1)
@@ -137,7 +129,8 @@ def test_a_run_that_does_not_fit_in_memory_goes_on_without_values() -> None:
     assert summary(Large(4, 4), torch.ones(1, 4)).run == "fake"
 
 
-def test_a_patched_forward_is_seen_and_loses_nothing(run: str) -> None:
+@pytest.mark.usefixtures("fake")
+def test_a_patched_forward_runs_for_real_and_loses_nothing() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
