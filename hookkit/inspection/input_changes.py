@@ -122,10 +122,6 @@ class Given:
         main = [p for p, t in tensors.items() if t.ndim > 1 and not _is_mask(self.names[p], t)]
         return (named or main or [*tensors])[0]
 
-    def with_inputs(self, inputs: Inputs) -> Given:
-        """Return the same with other inputs."""
-        return Given(self.model, inputs, self.to, self.vary, self.batch_dim, self.seq_dim)
-
     def describe(self) -> str:
         """Return in words which axes of the input are taken for samples and positions."""
         axes = f"axis {self.batch_dim} samples"
@@ -363,9 +359,8 @@ def _several(given: Given) -> Given:
         return given
     other = dict(tree_leaves_with_path(given.changed()))[given.path]
     main = torch.cat([given.main, other], given.batch_dim)
-    return given.with_inputs(
-        tree_set(given.taken(torch.tensor([0, 0], device="cpu")), given.path, main)
-    )
+    inputs = tree_set(given.taken(torch.tensor([0, 0], device="cpu")), given.path, main)
+    return Given(given.model, inputs, given.to, given.vary, given.batch_dim, given.seq_dim)
 
 
 def _told(given: Given, name: str, value: Any) -> Tensor:

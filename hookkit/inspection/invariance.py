@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -209,7 +210,7 @@ class _Reference:
 
     def __init__(self, model: nn.Module, modules: dict[str, nn.Module], given: Given) -> None:
         self.model, self.modules, self.given, self.notes = model, modules, given, list[str]()
-        self.values, self._tables = dict[Place, Tensor](), set[Place]()
+        self.values, self.shapes = dict[Place, Tensor](), dict[Place, tuple[int, ...]]()
         last: dict[Any, Tensor] = {}  # an output of one module is often an input of the next
 
         def keep(_step: Step, place: Place, t: Tensor) -> None:
@@ -219,48 +220,30 @@ class _Reference:
             self.values[place] = last[memory]
 
         self.tree, self.draws = _run(model, modules, [Step(given.inputs, given.size)], keep)
-        self.other, self.shapes = given.size, dict[Place, tuple[int, ...]]()
-
-    def learn_axes(self) -> None:
-        """Run the model at another size, `other`, and keep the shapes there."""
 
         def see(_step: Step, place: Place, t: Tensor) -> None:
             self.shapes[place] = tuple(t.shape)
 
         problem = ""
-        for inputs, size in self.given.other_sizes():
-            self.shapes.clear()
+        for inputs, size in given.other_sizes():
             self.other = size
+            self.shapes.clear()
             try:
-                _run(self.model, self.modules, [Step(inputs, size)], see)
+                _run(model, modules, [Step(inputs, size)], see)
                 break
             except Exception as error:  # the model takes no such size
                 problem = problem or f"{type(error).__name__}: {error}"
-        pairs = zip(("samples", "positions"), self.given.size, self.other, strict=True)
+        self._n_calls = Counter(call.name for call in self.tree.parent)
+        self._other_n_calls = Counter(call.name for call in {call for call, *_ in self.shapes})
+        pairs = zip(("samples", "positions"), given.size, self.other, strict=True)
         if fixed := " and ".join(name for name, n, other in pairs if n == other is not None):
             text = f"No other number of {fixed} runs, so axes of that length count as such"
             self.notes.append(f"{text} ({problem})")
 
-    def tables(self) -> set[Place]:
-        """Return the tensors that no value of the changed input changes: positions, masks."""
-
-        def see(_step: Step, place: Place, t: Tensor) -> None:
-            if place in self.values and _equal(self.values[place], t):
-                self._tables.add(place)
-
-        if not self._tables:
-            step = Step(self.given.changed(seed=7), self.given.size)
-            _run(self.model, self.modules, [step], see)
-        return self._tables
-
     def positions_are_calls(self, name: str) -> bool:
         """Return whether a module is called once for each position: a cell in a loop over them."""
         seq, other = self.given.size.seq, self.other.seq
-        if seq is None or other is None or seq == other:
-            return False
-        calls, others = self.tree.parent, {call for call, *_ in self.shapes}
-        runs = (calls, seq), (others, other)
-        return all(Call(name, n - 1) in made and Call(name, n) not in made for made, n in runs)
+        return seq != other and (seq, other) == (self._n_calls[name], self._other_n_calls[name])
 
     def readings(self, place: Place) -> list[Reading]:
         """Return all ways to read the axes of a tensor."""
@@ -289,9 +272,17 @@ class _Comparison:
     ) -> None:
         self.ref, self.change, self.rtol, self.exact_rtol = ref, change, rtol, exact_rtol
         self.found, self.unjudged = dict[Place, _Found](), dict[Place, str]()
-        self.skipped = ref.tables() if change.needs and not change.exact else set[Place]()
+        self.tables = set[Place]()  # what no value of the input changes: positions, masks
+        if change.needs and not change.exact:
+            step = Step(ref.given.changed(seed=7), ref.given.size)
+            _run(ref.model, ref.modules, [step], self.see_table)
         for steps in change.runs:
             _run(ref.model, ref.modules, steps, self.see, change.seed, change.decode)
+
+    def see_table(self, _step: Step, place: Place, t: Tensor) -> None:
+        """Note a tensor that other values everywhere do not change."""
+        if place in self.ref.values and _equal(self.ref.values[place], t):
+            self.tables.add(place)
 
     def see(self, step: Step, place: Place, t: Tensor) -> None:
         """Compare a tensor with that of the unchanged run, where it must stay."""
@@ -319,7 +310,7 @@ class _Comparison:
             return "the unchanged run has no such tensor"
         if not change.needs:
             return self.measure(a, b, "")
-        if place in self.skipped:
+        if place in self.tables:
             return "a table: no value of the input changes it"
         if change.exact and a.shape != b.shape:
             return "its shape depends on values"
@@ -529,10 +520,7 @@ def check_invariance(
         modules = {n: m for n, m, first in walk(root) if first and can_run(m)}
         given = Given(root, inputs, to, vary, batch_dim, seq_dim)
         given, changes = getattr(input_changes, to)(given, **options)
-        ref = _Reference(model, modules, given)
-        if to != "repeat":
-            ref.learn_axes()
-        return ref, changes
+        return _Reference(model, modules, given), changes
 
     def in_float64(i: int) -> list[InvarianceRow]:
         wide = copy.deepcopy(unwrap(model)).double()
