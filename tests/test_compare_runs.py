@@ -138,12 +138,12 @@ def test_a_fault_is_named_by_step_layer_and_kind(fault: str, tmp_path: Path) -> 
 
 def test_equal_runs_agree_in_all_steps(tmp_path: Path) -> None:
     for name in "ab":
-        Loop().run(tmp_path / name, last=50)
+        Loop().run(tmp_path / name, last=20)
 
     found = compare_runs(tmp_path / "a", tmp_path / "b")
     assert found.first is None
     assert found.not_judged == ()
-    assert found.verdict == "50 steps compared: no difference, bit for bit"
+    assert found.verdict == "20 steps compared: no difference, bit for bit"
 
 
 @pytest.mark.parametrize("lost", ["", "opt", "sched", "rng"])

@@ -165,6 +165,7 @@ def test_each_call_of_a_shared_module_is_a_row(tmp_path: Path) -> None:
     assert [key.call for key in seen if key.what == "grad" and key.name == "0"] == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.traces_gradients
 def test_a_compiled_model_has_the_rows_of_an_eager_one(tmp_path: Path) -> None:
     train(net(), tmp_path / "eager")

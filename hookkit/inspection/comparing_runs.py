@@ -22,7 +22,7 @@ from hookkit.errors import OptionError
 from hookkit.inspection.first_difference import Call, Localisation
 from hookkit.inspection.run_file import Key, RunStep, Seen, read_run
 
-# what the kinds of rows are computed after each other, besides those of batches
+# the order in which a step computes its kinds of rows; all others belong to its batches
 _ORDER = {"before": 0, "batches": 2, "param_grad": 3, "setting": 4, "weight": 5, "buffer": 6}
 _BATCH = 1
 _EXPLAINS = ("random", "scale")  # what differs in these alone is no difference of the training
@@ -68,7 +68,7 @@ class RunRow:
 
     @property
     def label(self) -> str:
-        """The row in words: `output of blocks.1.norm (LayerNorm)`."""
+        """Return the row in words, such as `output blocks.1.norm (LayerNorm)`."""
         more = f" ({self.type})" * bool(self.type)
         more += f", batch {self.batch}" * bool(self.batch) + f", call {self.call}" * bool(self.call)
         return f"{self.what.replace('_', ' ')} {self.name or '(model)'}{self.path}{more}"
@@ -157,11 +157,12 @@ def compare_runs(a: str | Path, b: str | Path, *, rtol: float | None = None) -> 
             notes[f"only {name} has"] = {_range(alone): None}
     rows, first, verdict, previous = list[RunRow](), None, "", None
     for s in shared:
-        if first is None and not steps[s].same_bits(others[s]):
+        if not steps[s].same_bits(others[s]):
             pair = _Steps(s, steps[s], others[s], limit, notes)
             if (first := pair.first) is not None:
                 rows = [r for r in pair.rows if r.what not in _EXPLAINS]
                 verdict = _verdict(pair, first, previous)
+                break
         previous = s
     if first is None:
         how = ", bit for bit" if rtol is None else f" beyond {rtol:g}"
