@@ -1,13 +1,13 @@
-"""The events of training, in the order they fire, and the exceptions that cut a part of it short.
+"""The events of training, in the order they fire, and the exceptions that end a part of it early.
 
-One `fit` is a nest of parts. Each part fires `before_<part>`, does its work, and fires
+A `fit` consists of nested parts. Each part fires `before_<part>`, does its work, and fires
 `after_<part>`:
 
     fit
     └─ epoch *
-       ├─ train                                    ├─ validate
-       │  └─ batch *                               │  └─ batch *     (no gradient, no step)
-       │     ├─ after_pred, after_loss             │     └─ after_pred, after_loss
+       ├─ train                                    └─ validate
+       │  └─ batch *                                  └─ batch *     (no gradient, no step)
+       │     ├─ after_pred, after_loss                   └─ after_pred, after_loss
        │     ├─ backward
        │     └─ step
 
@@ -17,10 +17,10 @@ fit; no further event fires, but every callback's `cleanup_fit()` is called.
 
 `watch` differs in two ways, because the loop is the user's:
 
-- A `CancelBatchException` is raised in that loop. If `before_batch` has raised it, or the forward
-  raises any error, the batch ends with `after_cancel_batch`, and `after_batch` does not follow.
+- A `CancelBatchException` propagates into the user's loop. If `before_batch` raises it, or the
+  forward raises any error, the batch ends with `after_cancel_batch`, without `after_batch`.
 - After a `CancelStepException` the optimizer changes nothing and no step is counted:
-  `after_cancel_step` fires, and `after_step` does not follow.
+  `after_cancel_step` fires, without `after_step`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ EVENTS = (
 """Every event, in firing order (names and order of fastai 2.8)."""
 
 BATCH_EVENTS = frozenset(EVENTS[EVENTS.index("before_batch") : EVENTS.index("after_batch") + 1])
-"""The events inside a batch: the only ones that `run_train` and `run_valid` switch."""
+"""The events inside a batch: the only ones that `run_train` and `run_valid` switch off."""
 
 
 class CancelFitException(Exception):
@@ -96,14 +96,14 @@ CANCELS: dict[str, type[Exception]] = {
     "backward": CancelBackwardException,
     "step": CancelStepException,
 }
-"""Part of a fit → the exception that ends it. All of them are control flow, not failures."""
+"""Part of a fit → the exception that ends it. Raising one is control flow, not a failure."""
 
 CANCEL_EXCEPTIONS: tuple[type[Exception], ...] = tuple(CANCELS.values())
-"""For an `except` clause that lets control flow pass."""
+"""The same exceptions, for an `except` clause."""
 
 
 def not_an_event(name: str) -> str:
-    """Return the message for a name that is no event.
+    """Return the error message for a `name` that is not an event.
 
     >>> print(not_an_event("after_bach"))  # doctest: +ELLIPSIS
     'after_bach' is not an event. Nearest: "after_batch", ... lists all 24.
