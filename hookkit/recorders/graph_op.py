@@ -1,7 +1,8 @@
-"""`hookkit::observe`: the one operation by which a compiled graph shows a tensor to a recorder.
+"""`hookkit::observe`: the operation with which a compiled graph passes a tensor to a recorder.
 
-Its implementation calls the recorder's `update` as the graph runs, with the tensor that an eager
-hook would have got. Graphs outlive recorders, so they know them by a number and hold them weakly.
+When the graph runs, the operation calls the recorder's `update` with the tensor that an eager hook
+would have got. Graphs outlive recorders, so a graph has the recorder's number, and `_receivers` has
+a weak reference to the recorder.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ _ids = itertools.count()
 _receivers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def show_traced(receiver: Any, row: int, leaf: int, path: str, t: Tensor) -> None:
-    """Add the operation to the graph that is traced; nothing while a model is exported."""
+def show_traced(receiver: Any, row: int, number: int, path: str, t: Tensor) -> None:
+    """Add the operation to the graph being traced; do nothing while a model is exported."""
     if call_kind() != "exported":
-        torch.ops.hookkit.observe(t.detach(), receiver.token, receiver.id, row, leaf, path)
+        torch.ops.hookkit.observe(t.detach(), receiver.token, receiver.id, row, number, path)
 
 
 def enlist(receiver: Any) -> tuple[int, Tensor]:
-    """Return what a compiled graph knows `receiver` by, which is held weakly.
+    """Register `receiver`, weakly referenced, for compiled graphs.
 
     Returns:
-        A number, under which graphs find it; and a tensor that they write as they show it another.
+        Its number, with which graphs find it; and its token, which each operation writes.
     """
     number = next(_ids)
     _receivers[number] = receiver
@@ -39,14 +40,14 @@ def enlist(receiver: Any) -> tuple[int, Tensor]:
 # `token` is written, so no compiler pass drops the call or moves it past another one.
 _library: Any = torch.library.Library("hookkit", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
-    "observe(Tensor t, Tensor(a!) token, int receiver, int row, int leaf, str path) -> ()"
+    "observe(Tensor t, Tensor(a!) token, int receiver, int row, int number, str path) -> ()"
 )
 
 
-def _observe(t: Tensor, token: Tensor, receiver: int, row: int, leaf: int, path: str) -> None:
+def _observe(t: Tensor, token: Tensor, receiver: int, row: int, number: int, path: str) -> None:
     known = _receivers.get(receiver)
     if known is not None and call_kind(known.thread) != "other thread":
-        known.update(row, leaf, path, t)
+        known.update(row, number, path, t)
 
 
 _library.impl("observe", _observe, "CompositeExplicitAutograd")

@@ -1,9 +1,9 @@
-"""`LayerHooks`: the hooks of one recorder. They show its target the tensors of layers.
+"""`LayerHooks`: the hooks of one recorder. They pass the tensors of layers to its target.
 
-The target is a `RunningStats`, or the norms of the flight recorder: it has `update(row, number,
-path, t)`, which takes tensor number `number`, called `path`, of what the layer in `row` gave. One
-hook serves training and validation, since it finds the target here. `_counts` decides which calls
-are shown; `_makes_loss` decides for layers that are called on their own, after the model's forward.
+The target is a `RunningStats`, or the norms of the flight recorder. A hook calls its `update(row,
+number, path, t)` with tensor number `number`, at `path`, in the output of the layer in `row`.
+`_counts` decides which calls are recorded; `_makes_loss` decides for layers that are called after
+the model's forward has returned.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ Function = Callable[[nn.Module, Any, Any], Any]
 
 
 class LayerHooks(Switch):
-    """The hooks of one recorder, and the switch that they share.
+    """Registers the hooks of one recorder, and is the switch that they share.
 
-    Compiled graphs guard on the switch, so they are compiled twice at most.
+    A compiled graph guards on the switch, so it is compiled twice at most.
 
     Attributes:
-        on: whether the hooks show anything.
+        on: whether the hooks record.
         who: the recorder's class, for messages.
-        thread: whose forwards are shown.
-        late: the model's forward has returned. A layer that is called on its own now is shown if it
+        thread: the thread whose forwards are recorded.
+        late: the model's forward has returned. A layer that is called now is recorded only if it
             takes part in the loss.
-        target: what the tensors are shown to.
-        on_inputs: called with row and inputs of each layer in this batch, or None.
+        target: the object whose `update` gets the tensors.
+        on_inputs: a function to call with the row and the inputs of each layer, or None.
     """
 
     def __init__(self, who: str) -> None:
@@ -51,18 +51,19 @@ class LayerHooks(Switch):
         self.on_inputs: Callable[[int, Any], None] | None = None
         self._handles: list[RemovableHandle] = []
         self._backward = -1, True  # the number of the last backward pass; whether it makes a step
-        self._warned = False  # of several backward passes through one forward
+        self._warned = False  # whether the warning of two backward passes was shown
 
     def remove(self) -> None:
-        """Remove the hooks from their modules; can be repeated."""
+        """Remove the hooks from their modules; a second call does nothing."""
         remove_all(self._handles)
         self._handles = []
 
     def attach_output_stats(
         self, module: nn.Module, row: int, path: str, function: Function | None
     ) -> None:
-        """Show the tensors that a layer gives, or its output has at `path`; with `function`, what
-        the user's `function(m, i, o)` returns.
+        """Record the tensors in a layer's output, or in its part at `path`.
+
+        With a `function`, record what the user's `function(m, i, o)` returns instead.
         """
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -70,7 +71,7 @@ class LayerHooks(Switch):
                 return
             if not _counts(self.thread, module):
                 return
-            # when compiling, `on_inputs` must not be read, or the graph guards on it
+            # a graph that read `on_inputs` would guard on it, and be compiled again
             if not is_compiling() and self.on_inputs is not None:
                 self.on_inputs(row, (args, kwargs))
             if path:
@@ -86,7 +87,7 @@ class LayerHooks(Switch):
         self._handles.append(attach(module, hook, switch=self))
 
     def attach_input_stats(self, module: nn.Module, row: int) -> None:
-        """Show the tensors that a module is called with."""
+        """Record the tensors in a module's inputs."""
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self.late and _counts(self.thread, module):
@@ -97,12 +98,13 @@ class LayerHooks(Switch):
     def attach_gradient_stats(
         self, module: nn.Module, row: int, path: str, function: Function | None
     ) -> None:
-        """Show the gradients of a layer's output, or of its part at `path`; with `function`, what
-        the user's `function(m, grad_inputs, grad_outputs)` makes of all gradients of a call.
+        """Record the gradients of a layer's output, or of its part at `path`.
+
+        With a `function`, record what the user's `function(m, grad_inputs, grad_outputs)` returns.
         """
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            # a checkpoint that runs again counts: the gradients come from that forward
+            # under activation checkpointing, gradients come from the forward that runs again
             if not _counts(self.thread, module, again=True):
                 return None
             part = part_at(output, path, self.who, lambda: module_repr(module)) if path else output
@@ -117,7 +119,7 @@ class LayerHooks(Switch):
 
             else:
                 receive = partial(self._receive, row, paths, {})
-                if not path and _is_new(output, args, kwargs):
+                if not path and _is_new(output, args, kwargs):  # the usual case, made fast
                     output.register_hook(partial(receive, 0))
                     return None
             new = listen_output(module, args, kwargs, part, receive)
@@ -140,11 +142,11 @@ class LayerHooks(Switch):
     def _receive(
         self, row: int, paths: list[str], passes: dict[int, int], i: int, grad: Tensor
     ) -> None:
-        """Show the gradient of tensor `i` of one call, if it is one of the loss.
+        """Record the gradient of tensor `i` of one call, if this backward pass trains.
 
-        Warns of a second `backward()` through the same forward: only the sum of its two gradients
-        is one sample, and computing it would need both in memory. `passes` has for each tensor the
-        number of the backward pass in which it got a gradient.
+        Warn if a second backward pass goes through the same forward. The true gradient is the sum
+        of the two, and computing it would need both in memory. `passes` is: tensor → number of the
+        backward pass in which it first got a gradient.
         """
         if not self._trains():
             return
@@ -159,17 +161,17 @@ class LayerHooks(Switch):
         self.target.update(row, i, paths[i], grad)
 
     def _trains(self) -> bool:
-        """Return whether the backward pass under way makes gradients of a step; found once a pass.
+        """Return whether the current backward pass computes gradients for an optimizer step.
 
-        Any `backward()` does. `torch.autograd.grad` computes parts of a loss (the penalty of a
-        WGAN-GP, the derivatives of a PINN) and weights of losses; it trains only where it is asked
-        for parameters' gradients and frees the graph.
+        Any `backward()` does. `torch.autograd.grad` usually computes part of a loss (the penalty of
+        a WGAN-GP, the derivatives of a PINN). It trains only if it is asked for the gradients of
+        parameters and frees the graph. The answer is computed once per backward pass.
         """
         task = graph_task()
         if self._backward[0] != task:
             call = _engine_call(sys._getframe(1))
             if call is None:  # on a GPU hooks run in threads of autograd's own
-                call = _engine_call(sys._current_frames().get(self.thread))
+                call = _engine_call(sys._current_frames().get(self.thread))  # the user's thread
             trains = call is None or call.f_code is torch.autograd.backward.__code__
             if not trains:
                 args = call.f_locals
@@ -181,9 +183,9 @@ class LayerHooks(Switch):
 
 
 def _engine_call(frame: Any) -> Any:
-    """Return the innermost call of `backward` or `grad` that a frame is in; None if there is none.
+    """Return the frame of the innermost `backward` or `grad` around `frame`; None if there is none.
 
-    PyTorch has no hook that says who began a backward pass.
+    The stack is searched because PyTorch has no hook for the start of a backward pass.
     """
     calls = torch.autograd.backward.__code__, torch.autograd.grad.__code__
     while frame is not None and frame.f_code not in calls:
@@ -192,7 +194,10 @@ def _engine_call(frame: Any) -> Any:
 
 
 def _is_new(output: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether the call made `output`, a tensor; `listen_output` handles the others."""
+    """Return whether the call made `output` as a new tensor, which can take a hook directly.
+
+    An input that is returned, a view, or a tensor subclass needs `listen_output`.
+    """
     made = type(output) is Tensor and output.grad_fn is not None and output._base is None
     return made and not kwargs and all(type(x) is Tensor and x is not output for x in args)
 
@@ -201,7 +206,7 @@ def _counts(thread: int, module: nn.Module, again: bool = False) -> bool:
     """Return whether a recorder that serves `thread` records this call of `module`.
 
     Args:
-        again: whether calls within a backward pass count: a checkpoint runs the forward again.
+        again: whether a forward that activation checkpointing runs again counts.
     """
     kind = call_kind(thread)
     if kind == "other thread":
@@ -210,10 +215,10 @@ def _counts(thread: int, module: nn.Module, again: bool = False) -> bool:
 
 
 def _makes_loss(output: Any) -> bool:
-    """Return whether a layer that is called on its own takes part in the loss.
+    """Return whether a layer, called after the model's forward, takes part in the loss.
 
-    A probe runs without gradients, what runs again in the backward pass was counted before, and
-    torch.jit.trace trains nothing.
+    It does if its output requires grad, unless the call is a recomputation in the backward pass,
+    which was recorded before, or a call of torch.jit.trace.
     """
     if not is_compiling() and (graph_task() != -1 or is_tracing()):
         return False

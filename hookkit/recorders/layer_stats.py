@@ -1,9 +1,8 @@
-"""What every layer gives, and its gradients, while the model trains.
+"""`ActivationStats` and `GradientStats`: statistics of every layer's outputs and gradients.
 
-`ActivationStats` and `GradientStats` are callbacks for the Learner, and unchanged for `watch(model,
-opt, ActivationStats(), …)` around any loop. Their base `LayerStats` follows a tensor from a layer's
-hook to the record of its step: `HookCallback` registers the hooks, a `RunningStats` keeps the
-numbers, and a `StepRecorder` chooses the steps.
+Both are callbacks for the Learner, and for `watch(model, opt, ActivationStats(), …)` around any
+other loop. Their base `LayerStats` joins three parts: `HookCallback` finds the modules,
+`LayerHooks` pass their tensors to a `RunningStats`, and `StepRecorder` chooses the steps.
 """
 
 from __future__ import annotations
@@ -39,25 +38,25 @@ from hookkit.records import Record
 
 
 class _Batch(Enum):
-    """How far the batch is: IDLE → OPEN → TRIED (to make a step) or CANCELLED → IDLE."""
+    """How far the batch is: IDLE → OPEN → TRIED (a step was tried) or CANCELLED → IDLE."""
 
     IDLE, OPEN, TRIED, CANCELLED = range(4)
 
 
 class LayerStats(StepRecorder, HookCallback):
-    """Base of `ActivationStats` and `GradientStats`: from a layer's hook to a record, and reading.
+    """Base of `ActivationStats` and `GradientStats`: records tensors of layers, and reads records.
 
-    The hooks stay registered and do nothing while their switch is off, so that a compiled model
-    need not be compiled again. The batches of a step are merged. A batch that was cancelled, or
-    whose step was skipped, records nothing.
+    During a fit the hooks stay registered, and do nothing while their switch is off, so a compiled
+    model is not compiled again. The batches of a step are merged. A cancelled batch, or one whose
+    step was skipped, records nothing.
 
     Attributes:
-        running: what was recorded, over all fits, a `RunningStats`.
+        running: the `RunningStats` with everything recorded, over all fits.
     """
 
     _batch = _Batch.IDLE
-    _iteration = -1  # of the batch
-    _listed: tuple[Record, StatsList] | None = None
+    _iteration = -1  # the number of the training batch
+    _listed: tuple[Record, StatsList] | None = None  # cache of `stats`, with the record it lists
 
     def __init__(self, options: Options, every: Any, **hooking: Any) -> None:
         HookCallback.__init__(self, on_valid=False, **hooking)
@@ -69,8 +68,8 @@ class LayerStats(StepRecorder, HookCallback):
     # --- events
 
     def before_fit(self) -> None:
-        """Hook the modules; what was recorded before stays, and is added to."""
-        if self.learn.fitting:  # a validation must not change what was recorded
+        """Register the hooks; records of earlier fits stay, and this fit appends to them."""
+        if self.learn.fitting:  # not for a validation outside a fit
             self._begin_fit()
             self._batch = _Batch.IDLE
             self.running.discard_step()
@@ -79,47 +78,48 @@ class LayerStats(StepRecorder, HookCallback):
     def _register(self, named: Any) -> None:
         hooks, running = self.hooks, self.running
         hooks.thread, hooks.target = get_ident(), running
-        # compiled graphs check it as they run; gradients may come in a thread of autograd's
+        # Compiled graphs check the thread as they run. Not for gradients: autograd may compute them
+        # in threads of its own.
         running.thread = hooks.thread if self.is_forward else None
         attach = hooks.attach_output_stats if self.is_forward else hooks.attach_gradient_stats
         for name, module, path in named:
             attach(module, running.row(name, class_name(module)), path, self._function)
 
     def before_batch(self) -> None:
-        """Decide whether this batch is recorded: all batches of one optimizer step, or none."""
+        """Decide whether this batch is recorded: all batches of an optimizer step are, or none."""
         learn, hooks = self.learn, self.hooks
-        if self._batch is not _Batch.IDLE:  # the batch before never ended, maybe after its step
-            self._discard(stepped=learn.n_steps != self._asked)
+        if self._batch is not _Batch.IDLE:  # the last batch had no `after_batch`: cancelled, Ctrl-C
+            self._discard(stepped=learn.n_steps != self._asked_step)
         hooks.on, hooks.late = self._is_due(learn.n_steps), False
         self._batch, self._iteration = _Batch.OPEN, learn.train_iter
 
     def before_step(self) -> None:
-        """Note that a step was tried: if none follows, AMP or a callback has skipped it.
+        """Note that a step was tried. If no `after_step` follows, AMP or a callback skipped it.
 
-        A closure may evaluate many batches before its step is made.
+        With a closure the batch stays OPEN: the closure may run many forwards before the step.
         """
         self._batch = _Batch.OPEN if self.learn.in_closure else _Batch.TRIED
 
     def after_cancel_step(self) -> None:
-        """Note a step that a callback skips: it records nothing, with a closure or without."""
+        """Note that a callback skipped the step, so `after_batch` discards it, closure or not."""
         self._batch = _Batch.TRIED
 
     def after_cancel_batch(self) -> None:
-        """Forget a cancelled batch; in `watch` it is over with this."""
+        """Discard a cancelled batch. In `watch` no `after_batch` follows."""
         self._batch = _Batch.CANCELLED
         if self.hooks.on:
             self.running.discard_batch()
 
     def after_batch(self) -> None:
-        """End the step, or keep this batch for it."""
+        """End the step if it was made, discard it if it was skipped, or keep the batch for it."""
         learn, running, on, batch = self.learn, self.running, self.hooks.on, self._batch
         self.hooks.on = False
         if batch is _Batch.CANCELLED:
             self._discard(learn.stepped)
         elif learn.stepped:
-            if not on:  # late gradients of a recorded forward: they belong to no step of ours
+            if not on:  # gradients of an earlier, recorded forward: their step is over
                 running.discard_batch()
-            elif self._is_known(learn):
+            elif self._scale_is_known(learn):
                 began = clock()
                 running.end_step(learn.n_steps - 1, learn.epoch, self._iteration)
                 self._spent, running.spent = running.spent + clock() - began, 0.0
@@ -132,19 +132,19 @@ class LayerStats(StepRecorder, HookCallback):
             running.discard_step()
         elif on:
             running.end_batch()
-        # last: after Ctrl-C in these lines the next batch discards what was left of this one
+        # Last, because of Ctrl-C in the lines above: the next batch then discards this one.
         self._batch = _Batch.IDLE
 
     def _discard(self, stepped: bool) -> None:
-        """Forget a batch that was cut short, and its step too if that was made."""
+        """Discard a batch that was cut short; if its step was made, all batches of the step."""
         (self.running.discard_step if stepped else self.running.discard_batch)()
 
-    def _is_known(self, learn: Any) -> bool:
-        """Return whether what was recorded of the step under way has a meaning."""
+    def _scale_is_known(self, learn: Any) -> bool:
+        """Return whether the scale of this step's values was known while they were recorded."""
         return True
 
     def cleanup_fit(self) -> None:
-        """Take the hooks off; a batch that was under way is forgotten."""
+        """Remove the hooks, and discard a batch that was under way."""
         super().cleanup_fit()
         self.hooks.on = False
         self.running.discard_step()
@@ -163,33 +163,34 @@ class LayerStats(StepRecorder, HookCallback):
 
     @property
     def stats(self) -> StatsList:
-        """Return everything recorded, as in fastai, such as `stats[batch][layer]["mean"]`.
+        """Return everything recorded as nested lists, as fastai: `stats[batch][layer]["mean"]`.
 
-        One entry per record and hooked module, in the order of `names`; NaN where a module did
-        not run. All statistics of `record()` are there, and "hist", a (bins,) float tensor, if
-        histograms were recorded. A module that gives several tensors shows the first here; the
-        others are rows of their own in `record()`, called as `lstm[1][0]`.
+        There is one entry per record and hooked module, in the order of `names`, with NaN where a
+        module did not run. An entry has all statistics of `record()` and, if histograms were
+        recorded, "hist", a (bins,) float tensor. If a module returns several tensors, only the
+        first is here; in `record()` each has its own row, such as `lstm[1][0]`.
         """
         record = self._since(-1)
         if self._listed is None or self._listed[0] is not record:
-            rows = [record.layer(name) for name in self.names]  # none is hooked for parameters
+            # GradientStats(of="params") hooks no module, so `names` is empty: list all rows
+            rows = [record.layer(name) for name in self.names]
             self._listed = record, list_stats(record, rows or list(range(len(record.names))))
         return self._listed[1]
 
     def _row_of(self, layer: int | str) -> int:
-        """Return the row of a module's number in `names`, or of a row's name."""
+        """Return the record's row of `layer`: an index into `names`, or the name of a row."""
         record, n = self.record(), len(self.names)
         if isinstance(layer, (int, np.integer)) and not isinstance(layer, bool) and -n <= layer < n:
             layer = self.names[layer]
         return record.layer(layer)
 
     def layer_stats(self, layer: int | str) -> L:
-        """Return an `L` of one layer's means, stds and shares near zero over the records."""
+        """Return an `L` of three: the means, stds and fractions near zero of a layer by record."""
         record, row = self.record(), self._row_of(layer)
         return L(L(record.value(s, row).tolist()) for s in ("mean", "std", "near_zero"))
 
     def hist(self, layer: int | str) -> Tensor:
-        """Return (bins, n_records) float32: log(1 + count) of a layer's values in each bin.
+        """Return (n_bins, n_records) float32: log(1 + count) of a layer's values in each bin.
 
         Raises:
             OptionError: no histogram was recorded.
@@ -204,7 +205,7 @@ class LayerStats(StepRecorder, HookCallback):
         return self.stats.tensor()
 
     def dead_units(self, layer: int | str) -> list[int]:
-        """Return the indices of a layer's units that were never above 0 over the last records.
+        """Return the indices of a layer's units that were never above 0 in the last 25–50 records.
 
         Raises:
             OptionError: units were not recorded.
@@ -250,7 +251,7 @@ class LayerStats(StepRecorder, HookCallback):
         return drawn
 
     def plot_layer_stats(self, layer: int | str) -> Any:
-        """Draw mean, std and share near zero of a layer over steps: `plotting.plot_layer_stats`."""
+        """Draw mean, std and fraction near zero of a layer: see `plotting.plot_layer_stats`."""
         from hookkit import plotting
 
         return plotting.plot_layer_stats(self.record(), self._row_of(layer))
@@ -261,36 +262,37 @@ class LayerStats(StepRecorder, HookCallback):
 
 
 class ActivationStats(LayerStats):
-    """Records mean, std, rms, min, max, near-zero and zero shares, NaN and Inf of layers' outputs.
+    """Records statistics of layers' outputs: mean, std, rms, min, max, zeros, NaN and Inf.
 
-    Exact, over all values; in a Learner or in `watch`. One record for each optimizer step (of
-    those that `every` selects): batches of one step under gradient accumulation are merged,
-    cancelled batches and skipped steps record nothing, recomputation in activation checkpointing is
-    not counted twice. A second fit appends; validation is not recorded. (In `watch` a batch whose
-    step a GradScaler skipped is merged into the next: the weights are the same.)
+    The statistics are exact, over all values. There is one record for each optimizer step that
+    `every` selects. Batches of one step (gradient accumulation) are merged; cancelled batches and
+    skipped steps record nothing; a forward that activation checkpointing repeats counts once. A
+    second fit appends; validation is not recorded. (In `watch`, a batch whose step a GradScaler
+    skipped is merged into the next step, since the weights are the same.)
 
-    Memory is bounded (about 10 MB): when full, neighbouring records merge exactly, and
+    Memory is bounded (about 10 MB): when it is full, neighbouring records merge exactly, and
     `record().spans` has the number of steps in each.
 
     Args:
-        with_hist: whether to keep a histogram of each layer too, from 4096 or more of its values:
-            its distribution function is within 0.021 of the true one (95 %).
-        modules: which, as for `select`; None takes every module without children that has
+        with_hist: whether to keep a histogram of each layer too, from a sample of 4096 or more of
+            its values: its distribution function is within 0.021 of the true one (95 %).
+        modules: which modules, as for `select`; None takes every module without children that has
             parameters.
         every: records every n-th optimizer step, beginning with the first of each fit; None is 1.
-            `"auto"` records as often as takes at most 5 % of the time, for small nets.
-        remove_end: takes the hooks off at the end of the fit.
-        is_forward, detach, cpu: fastai's. Values are always detached, and on the CPU when they are
-            read; gradients are recorded by `GradientStats`.
+            `"auto"` records as often as possible in at most 5 % of the time, for small nets.
+        remove_end: removes the hooks at the end of the fit.
+        is_forward, detach, cpu: for calls written for fastai. `is_forward=False` is an error, since
+            `GradientStats` records gradients; the other two change nothing.
         include_paramless: with `modules=None`, takes modules without parameters too.
-        hook: `hook(module, inputs, output)` gives what to record in place of the output; a
-            subclass's method of that name does too.
-        units: records which units (channels) are dead: never above 0 over the last 25 to 50
-            records, in a ReLU or in a layer that a ReLU alone reads, as the graph of the first
-            batch shows; and the share of a Tanh's or Sigmoid's values at the ends of their range.
-        eps: a value of at most this size is near zero.
-        bins: of the histogram, `(low, high, n)` as in fastai; None: signed logarithmic bins, two
-            per octave from 2**-12 to 2**12.
+        hook: `hook(module, inputs, output)` returns what to record instead of the output; a
+            subclass can define it as a method.
+        units: records two more statistics. `dead`: the fraction of units (channels) that were never
+            above 0 in the last 25 to 50 records, in a ReLU or in a layer that only a ReLU reads
+            (found in the graph of the first batch). `saturated`: the fraction of a Tanh's or
+            Sigmoid's values at the ends of their range.
+        eps: a value is near zero if its absolute value is at most this.
+        bins: `(low, high, n)` of the histogram, as in fastai; None takes signed logarithmic bins,
+            two per octave from 2**-12 to 2**12.
 
     Raises:
         OptionError: an option that cannot work.
@@ -335,57 +337,53 @@ class ActivationStats(LayerStats):
             hook=hook,
         )
 
-        self._n_asked = 0  # batches of the fit whose graph was read
+        self._n_graphs_read = 0  # how many batches of this fit had their autograd graph read
 
     def _register(self, named: Any) -> None:
-        self._n_asked = 0  # a model may change between fits
+        self._n_graphs_read = 0  # a model may change between fits
         super()._register(named)
         self.hooks.on_inputs = None if self.table.n_steps else self.running.update_inputs
 
     def after_pred(self) -> None:
-        """Read the graphs of two batches: who reads each layer, the order of weights, hidden ones.
+        """Read facts for the diagnosis from the autograd graphs of two batches.
 
-        The model has returned: a layer that is called on its own now counts if it makes the loss.
+        The first graph shows which activation reads each layer, and the order of the weights. A
+        graph after the first step shows trained weights that are not registered as parameters.
+        From now until the next batch, a layer's call is recorded only if it takes part in the loss.
         """
         self.hooks.late = True
-        if self._n_asked > 1 or not self.hooks.on:
+        if self._n_graphs_read > 1 or not self.hooks.on:
             return
         learn, facts = self.learn, self.running.facts
         users = users_of(learn.pred)
-        if not (self._n_asked or self._function):
+        if not (self._n_graphs_read or self._function):
             self.running.consumers = consumers(learn.model, users)
             facts["predecessors"] = predecessors(learn.model, users)
             facts["dropout"] = dropouts(learn.model)
-        if self._n_asked and learn.n_steps:  # only then the optimizers that step are known
+        if self._n_graphs_read and learn.n_steps:  # `opts` may be incomplete before the first step
             facts["unregistered"] = unregistered(learn.model, learn.opts, users)
-        self._n_asked += bool(learn.n_steps or not self._n_asked)
+        self._n_graphs_read += bool(learn.n_steps or not self._n_graphs_read)
 
 
 class GradientStats(LayerStats):
     """Records the statistics of `ActivationStats` for gradients: of outputs, or of parameters.
 
-    Gradients of outputs are seen as they are computed, by tensor hooks: right after in-place
-    operations, for dicts and nested tuples. Those of parameters are read after the optimizer's
-    step, as it used them (accumulated, clipped, reduced over ranks). One record per optimizer step.
-    What `torch.autograd.grad` computes within a loss (a gradient penalty, a derivative in a PINN)
-    is left out.
+    Tensor hooks see the gradients of outputs as they are computed, so they are right after in-place
+    operations, and for dicts and nested tuples. Gradients of parameters are read after the
+    optimizer's step, as the step used them (accumulated, clipped, reduced over ranks). There is one
+    record per optimizer step. Gradients that `torch.autograd.grad` computes as part of a loss (a
+    gradient penalty, a derivative in a PINN) are not recorded.
 
-    Under a GradScaler they are recorded unscaled. In a loop whose scaler becomes known at its first
-    step, that step has no record; a step that a scaler skips leaves nothing.
+    With a GradScaler, gradients are recorded unscaled. If the loop's scaler is only found at its
+    first step, that step has no record. A step that the scaler skips records nothing.
 
     Args:
-        with_hist: whether to keep a histogram of each row too, from 4096 or more of its values.
-        modules: which, as for `select`; None takes every module without children that has
-            parameters.
-        every: records every n-th optimizer step, beginning with the first of each fit; None is 1.
-            `"auto"` records as often as takes at most 5 % of the time, for small nets.
-        remove_end: takes the hooks off at the end of the fit.
-        include_paramless: with `modules=None`, takes modules without parameters too.
-        of: `"outputs"` or `"params"`; parameters are rows called by their own names.
-        scaler: the GradScaler, needed where it makes no steps: where it only unscales, as fastai's
-            MixedPrecision has it, gradients of outputs are recorded scaled without it.
-        eps: a value of at most this size is near zero.
-        bins: of the histogram, `(low, high, n)`; None: signed octaves from 2**-40 to 2**8.
+        with_hist, modules, every, remove_end, include_paramless: as for `ActivationStats`.
+        of: `"outputs"` or `"params"`; a parameter's row has the parameter's name.
+        scaler: the GradScaler. Needed only if the loop never calls `scaler.step`, as in fastai's
+            MixedPrecision: without it, gradients of outputs are then recorded scaled.
+        eps: a value is near zero if its absolute value is at most this.
+        bins: `(low, high, n)` of the histogram; None takes signed octaves from 2**-40 to 2**8.
 
     Raises:
         OptionError: an option that cannot work.
@@ -428,30 +426,30 @@ class GradientStats(LayerStats):
             include_paramless=include_paramless,
         )
         self.of, self.scaler = of, scaler
-        self._found: Any = None  # the GradScaler of this batch's loss
-        self._scaled: Any = None  # its states of optimizers, a new object after each `update()`
-        self._warned = False  # of another one
-        self._noted: set[int] = set()  # ids of parameters whose gradients of this step were read
+        self._batch_scaler: Any = None  # the GradScaler whose scale unscales this batch
+        self._scaler_states: Any = None  # its private dict by optimizer; `update()` makes a new one
+        self._warned = False  # whether the warning of two GradScalers was shown
+        self._read_ids: set[int] = set()  # ids of the parameters already read in this step
 
     def before_batch(self) -> None:
         """Decide whether this batch is recorded, and find the scale of its gradients."""
         super().before_batch()
         if self.hooks.on:
-            self._noted = set()
-            self._found = self.scaler or self.learn.step_scaler
-            self.running.unscale = inverse_scale(self._found)
-            # Private: `GradScaler._per_optimizer_states`, which `update()` replaces (since 1.6). If
-            # no step was made before `update()`, the scaler has skipped it, and the gradients of
-            # its batches are zeroed. Without it they are counted with those of the next step.
-            states = getattr(self._found, "_per_optimizer_states", None)
-            if states is not self._scaled:
-                self._scaled = states
+            self._read_ids = set()
+            self._batch_scaler = self.scaler or self.learn.step_scaler
+            self.running.unscale = inverse_scale(self._batch_scaler)
+            # Private: `GradScaler._per_optimizer_states`, which `update()` replaces (since 1.6). A
+            # new dict, and batches that no step has ended: the scaler skipped their step, so their
+            # gradients are discarded. If PyTorch drops it, they are merged into the next step.
+            states = getattr(self._batch_scaler, "_per_optimizer_states", None)
+            if states is not self._scaler_states:
+                self._scaler_states = states
                 self.running.discard_step()
 
-    def _is_known(self, learn: Any) -> bool:
-        if self.of == "params" or self._found is (self.scaler or learn.step_scaler):
+    def _scale_is_known(self, learn: Any) -> bool:
+        if self.of == "params" or self._batch_scaler is (self.scaler or learn.step_scaler):
             return True
-        if self.table.n_steps and not self._warned:  # only the first record is missing otherwise
+        if self.table.n_steps and not self._warned:  # a scaler found at the first step: no warning
             self._warned = True
             warn(
                 f"GradientStats saw step {learn.n_steps - 1} made with another GradScaler than the "
@@ -461,9 +459,9 @@ class GradientStats(LayerStats):
         return False
 
     def cleanup_fit(self) -> None:
-        """Take the hooks off; a batch that was under way is forgotten."""
+        """Remove the hooks, discard a batch that was under way, and let go of the scaler."""
         super().cleanup_fit()
-        self.running.unscale = self._found = self._scaled = None
+        self.running.unscale = self._batch_scaler = self._scaler_states = None
 
     def after_step(self) -> None:
         """Read the gradients of the parameters, as the step used them."""
@@ -473,28 +471,28 @@ class GradientStats(LayerStats):
             self._read_gradients(p for p in params if id(p) in used)
 
     def _read_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Read gradients that an optimizer has used, each once in a step."""
+        """Record the gradients of `parameters`, each once in a step."""
         if self.of != "params" or not self.recording:
             return
-        self.running.unscale = None  # what the step uses is not scaled
-        within = graph_task() != -1  # the gradients of other parameters come later
-        ids = {id(p) for p in parameters} - self._noted
+        self.running.unscale = None  # the scaler has unscaled these gradients before the step
+        within = graph_task() != -1  # the step is made inside backward: other gradients come later
+        ids = {id(p) for p in parameters} - self._read_ids
         for name, kind, p in named_parameters(self.learn.model):
             if p.grad is None and not (within and p.requires_grad):
                 continue
-            row = self.running.row(name, kind)  # in the order of the model
+            row = self.running.row(name, kind)  # also for those to come: rows in the model's order
             if p.grad is not None and id(p) in ids:
-                self._noted.add(id(p))
+                self._read_ids.add(id(p))
                 self.running.update(row, 0, "", p.grad)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_found": None, "_scaled": None}
+        return {**super().__getstate__(), "_batch_scaler": None, "_scaler_states": None}
 
 
 def _options(
     who: str, with_hist: bool, bins: Any, eps: float, default: LogBins, units: bool = False
 ) -> Options:
-    """Return `Options` of what the user gave, each checked."""
+    """Return the user's options as `Options`; raise an OptionError if one is wrong."""
     what = "the size up to which a value is near zero"
     eps = check_number(who, "eps", eps, 0, below=math.inf, what=what)
     by_name = "Layers to record are given by name: modules=…."
@@ -519,7 +517,7 @@ def _options(
 
 
 def inverse_scale(scaler: Any) -> Tensor | None:
-    """Return 1 / its scale as a new 0-d tensor; None if there is no scaler or it is not in use.
+    """Return 1 / (the scaler's scale), a new 0-d tensor; None without an enabled scaler.
 
     >>> inverse_scale(torch.amp.GradScaler("cpu", init_scale=4.0))
     tensor(0.2500, dtype=torch.float64)

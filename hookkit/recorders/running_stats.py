@@ -1,14 +1,13 @@
 """`RunningStats`: statistics of named tensors, from `update` in a hook to the `Record`.
 
-    update          a tensor → an `Entry`, the numbers of a layer in this batch
-    end_batch       the batch's entries are merged into those of the step
-    end_step        the step's entries go to the `StepTable`, where they wait to be read
-    record          all columns of the table as plain numbers, with names and facts
+    update          turns a tensor into an `Entry`, the numbers of a layer in this batch
+    end_batch       merges the batch's entries into those of the step
+    end_step        puts the step's entries into the `StepTable`, where they wait to be read
+    record          returns all columns of the table as plain numbers, with names and facts
 
-No hook waits for a device. The numbers on a device are copied to the host asynchronously when their
-step ends, and read 8 to 16 recorded steps later, or when somebody reads the record. Small tensors
-on a CPU are copied, and their numbers computed together then. Ctrl-C can leave a record without the
-step under way.
+No hook waits for a device. When a step ends, its numbers are copied to the host asynchronously.
+They are read 8 to 16 recorded steps later, or when the record is read. Small tensors on a CPU are
+copied in the hook; their numbers are computed later, together. Ctrl-C can lose the step under way.
 
 Inside `torch.compile` the hook's call becomes one opaque operation of the graph (`graph_op`), which
 runs this very code.
@@ -49,16 +48,16 @@ from hookkit.recorders.moments import (
 from hookkit.recorders.step_table import MOMENTS, Field, Numbers, StepTable, sums
 from hookkit.records import Record
 
-_MOST_SAMPLES = 64  # of a layer in a batch on a device: of more calls no sample is taken
+_MOST_SAMPLES = 64  # for the histogram, on a device: of one layer in a step, one for each call
 
 
 @dataclass(frozen=True)
 class Options:
-    """Say what is counted.
+    """Choose what a `RunningStats` counts.
 
     Args:
-        eps: a value of at most this size is near zero.
-        bins: of the histogram; None for none.
+        eps: a value is near zero if its absolute value is at most this.
+        bins: the bins of the histogram; None counts no histogram.
         units: whether dead and saturated units are counted.
     """
 
@@ -71,41 +70,41 @@ class Entry(NamedTuple):
     """Hold the numbers of a layer in a batch or a step; those on a device stay there as tensors.
 
     Args:
-        row: its nine numbers; a tensor on a device, on CUDA the sums of `triton_rows`.
-        small: pairs of a `SmallArrays` and a number in it, whose rows are not yet computed.
-        counts: of the histogram; on a device the samples, a list.
-        alive: (units,) bool, whether a value of the unit is above 0; None if units are not known.
-        full: how many values are at the flat ends of a bounded activation; None of any other.
-        given: the RMS of what the layer was given, of each call.
+        row: the nine numbers of `moments`, a tuple; a tensor on a device; `triton_rows` on CUDA.
+        small: tensors whose nine numbers are not computed yet: a `SmallArrays` and an index in it.
+        counts: (n_bins,) counts of the histogram; on a device a list of samples to be counted.
+        alive: (n_units,) bool, whether a unit has a value above 0; None if units are not known.
+        saturated: how many values are at the flat ends of a bounded activation; None for others.
+        input_rms: the RMS of the layer's input in each call.
     """
 
     row: Any = None
     small: tuple[tuple[SmallArrays, int], ...] = ()
     counts: Any = None
     alive: Any = None
-    full: Any = None
-    given: tuple[Any, ...] = ()
+    saturated: Any = None
+    input_rms: tuple[Any, ...] = ()
 
 
 Entries = dict[int, Entry]
 
 
 class RunningStats:
-    """Statistics of named tensors over steps, in bounded memory.
+    """Computes statistics of named tensors over steps, in bounded memory.
 
     Args:
-        kind: of the `Record` it gives, `"activation"` or `"gradient"`.
+        kind: the kind of the `Record`, `"activation"` or `"gradient"`.
         options: what is counted.
 
     Attributes:
-        names, types: of the rows, and the class names of their modules.
-        thread: whose calls of compiled graphs are recorded; None records every thread's.
-        unscale: a 0-d tensor that values are multiplied by, or None.
-        skipped: name → type of what has no values to read.
-        consumers: by layer, the class of the one activation that reads it.
-        facts: what else is known of the model, by its name in `Record.meta`.
+        names, types: the name of each row, and the class name of its module.
+        thread: the thread whose compiled graphs are recorded; None records all threads.
+        unscale: a 0-d tensor that multiplies all values, or None.
+        skipped: name of a tensor whose values cannot be read → why.
+        consumers: layer → class name of the activation that alone reads it; None if there is none.
+        facts: further facts about the model, by their names in `Record.meta`.
         table: the records, whose fields are "moments", "hist" and "units".
-        spent: seconds that `update` has taken since this was set to 0.
+        spent: seconds that `update` has taken since the caller set it to 0.
 
     >>> stats = RunningStats("activation")
     >>> row = stats.row("fc", "Linear")
@@ -129,22 +128,23 @@ class RunningStats:
         self._unscaled = False
         self._rows: dict[str, int] = {}
         self._dtypes: dict[int, torch.dtype] = {}
-        self._given: dict[int, tuple[Any, ...]] = {}  # by row the `given` of the first record
+        self._rms: dict[int, tuple[Any, ...]] = {}  # row → RMS of inputs in the first record
         self._lock = Lock()
         self._small = SmallArrays(self.options.eps, self.options.bins)
         self._batch: Entries = {}
-        self._step: Entries = {}  # of the batches before this one
+        self._step: Entries = {}  # the step's earlier batches, merged
         self._units = units.Units()
         fields = {"moments": MOMENTS}
         if self.options.bins is not None:
             fields["hist"] = sums(self.options.bins.n, int)
-        if self.options.units:  # dead units, judged records; full values, of how many
+        # share of dead units, records where it is known; number of saturated values, of all values
+        if self.options.units:
             fields["units"] = sums(4)
         self.table = StepTable(**fields)
         self.id, self.token = enlist(self)
 
     def row(self, name: str, kind: str) -> int:
-        """Return the row of a name, a new one if it has none; `kind` is its type from now on."""
+        """Return the row of `name`, made if it is new, and set its type to `kind`."""
         with self._lock:
             row = self._rows.setdefault(name, len(self.names))
             if row == len(self.names):
@@ -155,19 +155,20 @@ class RunningStats:
 
     # --- the batch
 
-    def update(self, row: int, leaf: int, path: str, t: Tensor) -> None:
-        """Record `t`, leaf number `leaf` (called `path`) of what the layer in `row` gave.
+    def update(self, row: int, number: int, path: str, t: Tensor) -> None:
+        """Record `t`, tensor number `number`, at `path`, in the output of the layer in `row`.
 
-        Costs one read of `t`; returns at once on a GPU. In `torch.compile` one operation.
+        The first tensor is recorded in `row`, and each other in a row of its own. Reads `t` once,
+        and does not wait for a GPU. In a compiled graph it is one operation.
         """
         if torch.compiler.is_compiling():
-            show_traced(self, row, leaf, path, t)
+            show_traced(self, row, number, path, t)
             return
         began, x = step_recorder.clock(), plain(t)
         if x is None:
             self.skipped[self.names[row] + path] = f"{type(t).__name__} without values to read"
             return
-        if leaf:
+        if number:
             row = self.row(self.names[row] + path, self.types[row])
         self._dtypes[row] = x.dtype
         if self.unscale is not None:
@@ -183,28 +184,28 @@ class RunningStats:
 
     def _on_host(self, t: Tensor, row: int, dim: int | None) -> Entry:
         t = t if t.dtype is torch.float32 else to_widest_float(t)
-        x, alive, full, bins = t.numpy(), None, None, self.options.bins
+        x, alive, saturated, bins = t.numpy(), None, None, self.options.bins
         if self.options.units:
             seen = units.look_at(t, self.types[row], dim)
-            alive, full = (None if each is None else each.numpy() for each in seen)
+            alive, saturated = (None if each is None else each.numpy() for each in seen)
         if 0 < x.size <= SMALL and x.dtype == np.float32:
             with self._lock:
                 number = self._small.add(x)
-                if number is None:
+                if number is None:  # it is full: begin another
                     self._small = SmallArrays(self.options.eps, bins)
                     number = self._small.add(x)
                     assert number is not None
-                return Entry(None, ((self._small, number),), None, alive, full)
+                return Entry(None, ((self._small, number),), None, alive, saturated)
         values = flat(t).numpy()
-        with np.errstate(all="ignore"):  # the user's own setting may raise
+        with np.errstate(all="ignore"):  # the user may have set numpy to raise
             counts = None
             if bins is not None:
                 counts = count(values[sample_of(len(values), self.table.n_steps)], bins)
-            return Entry(array_row(values, self.options.eps), (), counts, alive, full)
+            return Entry(array_row(values, self.options.eps), (), counts, alive, saturated)
 
     def _on_device(self, x: Tensor, row: int, dim: int | None) -> Entry:
         values, eps = flat(x), self.options.eps
-        samples, alive, full = None, None, None
+        samples, alive, saturated = None, None, None
         with torch.inference_mode(False), torch.no_grad():
             fused = triton_rows.serves(x.device)
             row_of = triton_rows.sums_of if fused else moments
@@ -212,11 +213,11 @@ class RunningStats:
             if self.options.bins is not None:
                 samples = [narrowed(values[sample_of(len(values), self.table.n_steps)])]
             if self.options.units:
-                alive, full = units.look_at(x, self.types[row], dim)
-        return Entry(moment, (), samples, alive, full)
+                alive, saturated = units.look_at(x, self.types[row], dim)
+        return Entry(moment, (), samples, alive, saturated)
 
     def update_inputs(self, row: int, inputs: Any) -> None:
-        """Keep the RMS of the first tensor that a layer is given, if it has floats."""
+        """Keep the RMS of the first tensor in the inputs of a layer, if it has floats."""
         t = None if is_transforming() else next(iter(tree_leaves(inputs)), None)
         x = plain(t) if t is not None and t.is_floating_point() else None
         if x is not None and x.numel():
@@ -224,56 +225,56 @@ class RunningStats:
                 rms = norm(x) / math.sqrt(x.numel())
             with self._lock:
                 before = self._batch.get(row, Entry())
-                self._batch[row] = _merged(before, Entry(given=(rms,)))
+                self._batch[row] = _merged(before, Entry(input_rms=(rms,)))
 
     # --- steps
 
     def discard_batch(self) -> None:
-        """Forget the batch."""
+        """Discard what was recorded since the last `end_batch` or `end_step`."""
         self._batch = {}
 
     def end_batch(self) -> None:
-        """Keep the batch for its step."""
+        """Merge the batch into its step."""
         step = self._step
         both = {row: _merged(step[row], e) if row in step else e for row, e in self._batch.items()}
         self._step, self._batch = {**step, **both}, {}
 
     def discard_step(self) -> None:
-        """Forget everything since the last `end_step`."""
+        """Discard what was recorded since the last `end_step`."""
         self._step, self._batch = {}, {}
 
     def end_step(self, step: int, epoch: int, iteration: int) -> None:
-        """End the step: all that was seen since the last `end_step` is its record."""
+        """Make one record of everything since the last `end_step`."""
         self.end_batch()
         entries, self._step = self._step, {}
         if not self.table.n_steps:
-            self._given = {row: entry.given for row, entry in entries.items() if entry.given}
+            self._rms = {row: e.input_rms for row, e in entries.items() if e.input_rms}
         sent = {row: e for row, e in entries.items() if isinstance(e.row, Tensor)}
         wait = _send(sent, self.options.bins) if sent else None
-        # without `self`, which holds the table: the two would wait for the garbage collector
+        # not `self`: it holds the table, and the cycle would last until the garbage collector runs
         parts = self.table.n_steps, self.table.fields, self.names, self.options, self._units
         self.table.later((step, epoch, iteration), partial(_numbers, entries, wait, *parts))
 
     # --- reading
 
     def record(self, since: int = -1) -> Record:
-        """Return what was recorded, as plain numbers; here the host waits for the device.
+        """Return what was recorded, as plain numbers. The host waits for the device here.
 
-        With `since` only the columns that begin after this step, or the last one if there is none.
+        With `since`, return the columns that begin after this step, or the last column if none do.
         """
         return self._record(self._parts(self.table.since(since)))
 
     def record_of_ranks(self) -> Record:
-        """Return what all ranks recorded together: each of them has to call.
+        """Return the record of all ranks together. Collective: every rank has to call.
 
-        One exchange of all tables, which are merged in the order of the ranks. The share of dead
-        units is the mean of the ranks' shares.
+        All ranks exchange their tables once, and merge them in the order of ranks. The share of
+        dead units is the mean of the ranks' shares.
 
         Raises:
             HookError: on every rank, if they recorded different steps or with other options.
         """
         whole, *others = step_recorder.from_all_ranks(f"{self.kind}s", self._parts())
-        for other in others:  # by name: a layer may have run on some ranks alone
+        for other in others:  # matched by name, because a layer may have run on some ranks only
             types = {**whole["types"], **other["types"]}
             names, tables = list(types), {}
             for name, field in self.table.fields.items():
@@ -286,7 +287,7 @@ class RunningStats:
         return self._record(whole)
 
     def _parts(self, first: int = 0) -> dict[str, Any]:
-        """Return what a record is made of, and a rank sends: the columns from `first` on."""
+        """Return the parts of a record, which ranks exchange: the columns from `first` on."""
         bins, names = self.options.bins, self.names
         edges = ["no bins"] if bins is None else bins.edges.tolist()
         table = self.table
@@ -301,7 +302,7 @@ class RunningStats:
 
     def _record(self, parts: dict[str, Any]) -> Record:
         tables, types, options = parts["tables"], parts["types"], self.options
-        # further outputs of a module, lstm[1], came last as it ran: put them next to its first
+        # a row such as lstm[1] was added after all first outputs: move it next to its module's row
         owners = [name.partition("[")[0] for name in types]
         first = {owner: row for row, owner in reversed([*enumerate(owners)])}
         order = sorted(range(len(owners)), key=lambda row: first[owners[row]])
@@ -310,10 +311,10 @@ class RunningStats:
             tables = {name: table[:, order] for name, table in tables.items()}
         values = statistics(np.moveaxis(tables["moments"], 1, 0))
         if options.units:
-            dead, judged, full, n = np.moveaxis(np.moveaxis(tables["units"], 1, 0), -1, 0)
+            dead, judged, saturated, n = np.moveaxis(np.moveaxis(tables["units"], 1, 0), -1, 0)
             clamped = [units.is_clamped(self.consumers, *layer) for layer in types.items()]
             judged = np.where((judged > 0) & np.array(clamped, bool)[:, None], judged, np.nan)
-            values |= {"dead": dead / judged, "saturated": full / np.where(n > 0, n, np.nan)}
+            values |= {"dead": dead / judged, "saturated": saturated / np.where(n > 0, n, np.nan)}
         hist = edges = None
         if options.bins is not None:
             edges = options.bins.edges
@@ -333,13 +334,13 @@ class RunningStats:
         return Record(self.kind, tuple(types), tuple(types.values()), *axes, **fields)
 
     def _rms_by_name(self) -> dict[str, float]:
-        """Return by name the RMS of each layer's inputs in the first record. Sync: once."""
-        self._given = {row: tuple(map(float, given)) for row, given in self._given.items()}
-        # all calls count: the first may be fed zeros
-        return {self.names[i]: math.hypot(*x) / math.sqrt(len(x)) for i, x in self._given.items()}
+        """Return layer name → RMS of its inputs in the first record. Sync: once."""
+        self._rms = {row: tuple(map(float, calls)) for row, calls in self._rms.items()}
+        # over all calls of a layer, since the first one may get zeros
+        return {self.names[i]: math.hypot(*x) / math.sqrt(len(x)) for i, x in self._rms.items()}
 
     def dead(self, name: str) -> Any:
-        """Return (units,) bool of a layer's units over the window; None if they are not known."""
+        """Return (n_units,) bool: which units of a layer are dead; None if that is not known."""
         self.table.settle()
         return self._units.dead(self._rows.get(name, -1))
 
@@ -360,12 +361,12 @@ class RunningStats:
 
 
 def _merged(a: Entry, b: Entry) -> Entry:
-    """Return two calls of a layer, or two batches, as one."""
+    """Return the merged numbers of two calls of a layer, or of two batches."""
     counts = _combined(a.counts, b.counts, add)
     counts = counts[:_MOST_SAMPLES] if isinstance(counts, list) else counts
-    row, full = _combined(a.row, b.row, _merged_rows), _combined(a.full, b.full, add)
+    row, saturated = _combined(a.row, b.row, _merged_rows), _combined(a.saturated, b.saturated, add)
     alive = units.either(a.alive, b.alive)
-    return Entry(row, a.small + b.small, counts, alive, full, a.given + b.given)
+    return Entry(row, a.small + b.small, counts, alive, saturated, a.input_rms + b.input_rms)
 
 
 def _combined(a: Any, b: Any, join: Callable[[Any, Any], Any]) -> Any:
@@ -375,7 +376,7 @@ def _combined(a: Any, b: Any, join: Callable[[Any, Any], Any]) -> Any:
 def _merged_rows(a: Any, b: Any) -> Any:
     if isinstance(a, tuple):
         return merge(a, b)
-    b = b.to(a.device)  # DataParallel's replicas are on several
+    b = b.to(a.device)  # DataParallel's replicas are on several devices
     return (
         triton_rows.merge_sums(a, b) if a.ndim == 2 else torch.stack(merge(a.unbind(), b.unbind()))
     )
@@ -390,7 +391,7 @@ def _numbers(
     options: Options,
     window: units.Units,
 ) -> Numbers:
-    """Return the numbers of record `n`; called once, in the order of records."""
+    """Return the numbers of record `n`, waiting for them. Called once for each, in order."""
     numbers = {name: field.blanks(len(names)) for name, field in fields.items()}
     entries = entries if wait is None else {**entries, **wait()}
     for row, entry in entries.items():
@@ -399,13 +400,13 @@ def _numbers(
             more, in_bins = arrays.read(number)
             values = more if values is None else merge(values, more)
             counts = in_bins if counts is None else counts + in_bins
-        if values is None:  # it was given something, and gave nothing that can be read
+        if values is None:  # the layer has an input, and no output that can be read
             continue
         numbers["moments"][row] = values
         if options.bins is not None:
             numbers["hist"][row] = counts
-        if entry.full is not None:
-            numbers["units"][row, 2:] = entry.full, values[1]
+        if entry.saturated is not None:
+            numbers["units"][row, 2:] = entry.saturated, values[1]
     if options.units:
         known = {row: e.alive for row, e in entries.items() if e.alive is not None}
         for row, share in window.after(known, n).items():
@@ -417,7 +418,7 @@ def _numbers(
 
 
 def _send(entries: Entries, bins: Any) -> Callable[[], Entries]:
-    """Send entries to the host; return a function that waits for them and returns them there."""
+    """Begin to copy entries to the host; return a function that waits for them and returns them."""
     by_device: dict[torch.device, Entries] = {}
     for row, entry in entries.items():
         by_device.setdefault(entry.row.device, {})[row] = entry
@@ -429,15 +430,16 @@ def _send(entries: Entries, bins: Any) -> Callable[[], Entries]:
             numbers, n = wait_for().double().numpy(), len(each)
             sizes = [9 * n, 0 if bins is None else (bins.n + 1) * n]
             sizes += [0 if e.alive is None else len(e.alive) for e in each.values()]
-            rows, counts, *alive, full = np.split(numbers, np.cumsum(sizes))
-            rows, counts, full = rows.reshape(n, 9), counts.reshape(n, -1), iter(full.tolist())
+            rows, counts, *alive, saturated = np.split(numbers, np.cumsum(sizes))
+            rows, counts = rows.reshape(n, 9), counts.reshape(n, -1)
+            n_saturated = iter(saturated.tolist())
             for i, (row, entry) in enumerate(each.items()):
                 found[row] = Entry(
                     tuple(rows[i].tolist()),
                     entry.small,
                     None if bins is None else counts[i, :-1].astype(np.int64),
                     None if entry.alive is None else alive[i] > 0,
-                    None if entry.full is None else next(full),
+                    None if entry.saturated is None else next(n_saturated),
                 )
         return found
 
@@ -445,7 +447,10 @@ def _send(entries: Entries, bins: Any) -> Callable[[], Entries]:
 
 
 def _send_from(entries: list[Entry], bins: Any) -> Callable[[], Tensor]:
-    """Send the entries on one device as one tensor: rows, counts, living units, full values."""
+    """Begin to copy the entries of one device to the host, in one tensor; return the wait function.
+
+    The tensor has all rows, then all counts, all units' `alive`, and all `saturated`.
+    """
     device = entries[0].row.device
     with torch.inference_mode(False), torch.no_grad():
         rows = torch.stack([entry.row for entry in entries])
@@ -453,21 +458,21 @@ def _send_from(entries: list[Entry], bins: Any) -> Callable[[], Tensor]:
         if bins is not None:
             samples = [(i, x.to(device)) for i, entry in enumerate(entries) for x in entry.counts]
             places = bins.places_in_tensor(torch.cat([x for _, x in samples]))
-            width = bins.n + 1  # one more for NaN and Inf
+            width = bins.n + 1  # the last place is for NaN and Inf
             layout = tuple((i * width, len(x)) for i, x in samples)
             table = torch.zeros(len(entries) * width, dtype=torch.int32, device=device)
             ones = torch.ones_like(places, dtype=torch.int32)
             parts.append(table.scatter_add_(0, places + _offsets(layout, device), ones))
         alive = [entry.alive.to(device) for entry in entries if entry.alive is not None]
-        full = [entry.full.to(device) for entry in entries if entry.full is not None]
+        saturated = [entry.saturated.to(device) for entry in entries if entry.saturated is not None]
         parts += [torch.cat(alive)] if alive else []
-        parts += [torch.stack(full)] if full else []
+        parts += [torch.stack(saturated)] if saturated else []
         return to_host_async(torch.cat([part.reshape(-1).to(parts[0].dtype) for part in parts]))
 
 
 @lru_cache(16)
 def _offsets(layout: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    """Return for each value of the samples the first of its row's counts."""
+    """Return, for each value of the samples, the index of the first bin of its row."""
     first, sizes = zip(*layout, strict=True)
     offsets = np.repeat(np.array(first, np.int64), sizes)
     return torch.from_numpy(offsets).to(device)  # sync: once for the layout of a step

@@ -1,8 +1,8 @@
 """`Loop`: the base of the two training loops, the `Learner`'s own and the one that `watch` follows.
 
 It owns the callbacks and calls them by event, counts optimizer steps, keeps losses, epochs and
-learning rates, and reads all that was recorded as one `Run`. For each event it knows which
-callbacks have a method of that name, in order; a loop need not send an event that nobody hears.
+learning rates, and reads everything recorded as one `Run`. `heard` lists the callbacks' methods for
+each event, in the order of calls. Subclasses need not send an event that is not in `heard`.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class Loop:
         cbs: the callbacks, as they were added.
         fitting: whether a fit is under way, from before its `before_fit` to after its `after_fit`.
         training: whether the current batch is a training batch.
-        n_steps: optimizer steps really made, over all fits.
+        n_steps: how many optimizer steps were made (not skipped), over all fits.
         stepped: whether the current batch has made an optimizer step.
-        in_closure: whether a step is under way whose closure runs the forwards.
-        heard: for each event, the callbacks that have a method for it, and these methods.
+        in_closure: whether an optimizer step is running its closure.
+        heard: event → pairs of a callback and its method for the event, in the order of calls.
         in_epoch: whether an epoch is under way.
         losses: the losses of the training batches, a `LossLog`.
-        epochs: for each epoch its number, its first step, and the values reported for it.
-        probes: keeps what the diagnosis needs to know about batches, losses and gradients.
-        first_step: the number of the first step: above 0 if a library resumes a training.
-        info: facts that are added to the run.
+        epochs: a dict for each epoch: its number, its first step, and the values reported for it.
+        probes: the `TrainingProbes`, which collect facts for the diagnosis.
+        first_step: the number of the first step; above 0 if a library resumed a training.
+        info: facts that the user adds to the run.
     """
 
-    # each subclass has these too
+    # each subclass defines these
     training: Any
     model: Any
     loss_func: Any
@@ -63,16 +63,16 @@ class Loop:
 
     def __init__(self) -> None:
         self.fitting = self.stepped = self.in_closure = self.in_epoch = False
-        self.finds_opts = False  # optimizers become known as they step
+        self.finds_opts = False  # whether optimizers are found when they first step
         self.n_steps, self.first_step = 0, 0
         self.losses, self.epochs = LossLog(), list[dict[str, Any]]()
         self.probes, self.info = TrainingProbes(), dict[str, Any]()
-        self.cbs, self._past = L(), list[Callback]()  # `_past`: of past fits, to be read by name
+        self.cbs, self._past = L(), list[Callback]()  # `_past`: of past fits, still found by name
         self.heard: dict[str, list[tuple[Callback, Callable[[], object]]]] = {}
         self._hooking: list[Any] = []  # the callbacks that have hooks on modules
-        self._token = object()  # stored on each recorder; says whose steps it holds
-        self._rates: dict[Any, list[Any]] = {}  # by optimizer: the rates of its last step
-        self._gathered_at = -1
+        self._token = object()  # stored on each recorder: marks that it recorded this loop's steps
+        self._rates: dict[Any, list[Any]] = {}  # optimizer → learning rates of its last step
+        self._gathered_at = -1  # `n_steps` at the last `gather`
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -85,12 +85,11 @@ class Loop:
     def add_cbs(self, cbs: Any) -> Self:
         """Add one callback, several, or None; a class is instantiated. Return the loop itself.
 
-        All are added, or none. A callback that comes while a fit is under way gets its `before_fit`
-        at once.
+        All are added, or none. A callback that is added during a fit gets `before_fit` at once.
 
         Raises:
-            ArgumentError: one of them is no callback.
-            HookError: one of them is in use in another run.
+            ArgumentError: one of `cbs` is not a callback.
+            HookError: one of `cbs` is in use in another run.
         """
         for cb in self._checked(instances(cbs)):
             if not any(cb is own for own in self.cbs):
@@ -99,7 +98,7 @@ class Loop:
                 self._past = [past for past in self._past if past.name != cb.name]
                 self.find_methods()
                 if self.fitting:
-                    self._take(cb)
+                    self._set_token(cb)
                     cb("before_fit")
         return self
 
@@ -112,14 +111,14 @@ class Loop:
             self.cbs = L(c for c in self.cbs if c is not cb)
             self.find_methods()
             if self.fitting:
-                self._release(cb)
+                self._clean_up_callback(cb)
             cb.learn = None
         return self
 
     add_cb, remove_cb = add_cbs, remove_cbs  # fastai's names for one
 
     def _chosen(self, cbs: Any) -> list[Callback]:
-        """Return the callbacks that `cbs` names: by themselves, or by their class."""
+        """Return the loop's callbacks that are in `cbs`, or whose class is."""
         several = callback_list(cbs)
         kinds = tuple(cb for cb in several if isinstance(cb, type))
         return [c for c in self.cbs if isinstance(c, kinds) or any(c is cb for cb in several)]
@@ -128,7 +127,7 @@ class Loop:
     def added_cbs(self, cbs: Any) -> Iterator[Self]:
         """Add `cbs` until the end of the `with`.
 
-        Afterwards they get no more events and can still be read by name: `learn.activation_stats`.
+        Later they get no events, but can still be read by name, such as `learn.activation_stats`.
         """
         new = [cb for cb in instances(cbs) if not any(cb is own for own in self.cbs)]
         try:
@@ -153,30 +152,30 @@ class Loop:
 
     @property
     def cbs_by_name(self) -> dict[str, Callback]:
-        """Return the callbacks by name, with those of past fits; if names are equal, the last."""
+        """Return name → callback, also of past fits; the last one if several have the same name."""
         return {cb.name: cb for cb in [*self._past, *self.cbs]}
 
     # --- sending events
 
     def find_methods(self) -> None:
-        """Look up which callbacks hear which event. Call it if callbacks or their order change."""
+        """Build `heard`. Call it whenever callbacks, their methods or their order change."""
         heard: dict[str, list[tuple[Callback, Callable[[], object]]]] = {}
         for cb in sorted(self.cbs, key=lambda cb: cb.order):
             for event in EVENTS:
                 if (f := method_for(cb, event)) is not None:
                     heard.setdefault(event, []).append((cb, f))
-        self.heard = heard  # a new dict: an event under way goes on with its own list
+        self.heard = heard  # a new dict, because `__call__` may be iterating over the old lists
         self._hooking = [cb for cb in self.cbs if isinstance(cb, HookCallback)]
 
     def __call__(self, *events: str) -> None:
-        """Send events, in turn: call each callback that has a method for one."""
+        """Send `events`, one after the other: call the method of each callback that has one."""
         for event in events:
             if event not in self.heard:
                 if event not in EVENTS:
                     raise OptionError(not_an_event(event))
                 continue
-            me = ref(self)  # CPython returns the same weakref of an object each time
-            switch = "run"  # the flag of a callback that says whether it hears the event
+            me = ref(self)  # CPython returns the same weakref each time, so `is` can compare it
+            switch = "run"  # the name of the callback's flag for this event
             if event in BATCH_EVENTS:
                 switch = "run_train" if self.training else "run_valid"
             for cb, f in self.heard[event]:
@@ -191,29 +190,30 @@ class Loop:
                     raise
 
     def ordered_cbs(self, event: str) -> L:
-        """Return the callbacks with a method for `event`, in the order they run."""
+        """Return the callbacks that have a method for `event`, in the order they run."""
         if event not in EVENTS:
             raise OptionError(not_an_event(event))
         return L(cb for cb, _ in self.heard.get(event, ()))
 
     def _where(self) -> str:
-        """Return how far the run is, for a note: `, epoch 0, batch 3 (training)`."""
+        """Return the position in the run, for messages: `, epoch 0, batch 3 (training)`."""
         return ""
 
     # --- a run
 
     def _claim(self) -> None:
-        """Make this the loop of every callback, as a run begins.
+        """Make this the loop of every callback, when a run begins.
 
         Raises:
-            HookError: one of them is in use in another run, or has recorded one.
+            HookError: a callback is in use in another run, or has recorded one.
         """
         for cb in self._checked(self.cbs):
             cb.learn = self
-            self._take(cb)
+            self._set_token(cb)
         self.find_methods()
 
     def _checked(self, cbs: Iterable[Callback]) -> Iterable[Callback]:
+        """Return `cbs`; raise a HookError if one is in use in another run."""
         for cb in cbs:
             if cb.learn is not self and getattr(cb.learn, "fitting", False):
                 raise HookError(
@@ -222,11 +222,11 @@ class Loop:
                 )
         return cbs
 
-    def _take(self, cb: Callback) -> None:
-        """Give `cb` this loop's token.
+    def _set_token(self, cb: Callback) -> None:
+        """Mark the recorder `cb` with this loop's token; leave other callbacks alone.
 
         Raises:
-            HookError: it holds steps of another run that have the same numbers.
+            HookError: it has recorded steps of another run with the same numbers.
         """
         if not isinstance(cb, StepRecorder) or vars(cb).get("_token") is self._token:
             return
@@ -240,14 +240,14 @@ class Loop:
         vars(cb)["_token"] = self._token
 
     def _clean_up(self) -> None:
-        """Call every callback's `cleanup_fit`, also when one of them fails."""
+        """Call every callback's `cleanup_fit`, even if one of them fails."""
         self.probes.remove()
         with ExitStack() as stack:
             for cb in self.cbs:
                 cb.run = True
-                stack.callback(self._release, cb)
+                stack.callback(self._clean_up_callback, cb)
 
-    def _release(self, cb: Callback) -> None:
+    def _clean_up_callback(self, cb: Callback) -> None:
         try:
             cb.cleanup_fit()
         except Exception as error:
@@ -255,30 +255,30 @@ class Loop:
             raise
 
     def pause_recorders(self) -> list[Any]:
-        """Switch off the callbacks that record the current batch; return them, to be resumed."""
+        """Switch off the callbacks that record the current batch; return them."""
         on = [cb for cb in self._hooking if cb.recording]
         for cb in on:
             cb._switch.on = False
         return on
 
     def begin_epoch(self) -> None:
-        """Begin an epoch: the steps from now on are its own."""
+        """Begin an epoch, to which the next steps belong."""
         self.in_epoch = True
         self.epochs.append({"epoch": self.epoch, "step": self.n_steps})
 
     # --- learning rates
 
     def keep_rates(self, opt: Any) -> None:
-        """Keep the learning rates of a step, before a scheduler changes them."""
+        """Keep the learning rates that `opt` has just used, before a scheduler changes them."""
         rates = self._rates[opt] = []
         for group in opt.param_groups:
-            rate = group.get("lr")  # a tensor is changed in place
+            rate = group.get("lr")  # cloned: a scheduler changes a tensor in place
             rates.append(rate.detach().clone() if isinstance(rate, Tensor) else rate)
         if len(self._rates) > len(self.opts):
             self._rates = {o: rates for o, rates in self._rates.items() if o in self.opts}
 
     def rates_of(self, opt: Any) -> list[Any]:
-        """Return each group's learning rate in the last step of `opt`, or now if it made none."""
+        """Return each group's learning rate in the last step of `opt`; the current one before."""
         rates = self._rates.get(opt, [])
         n = len(opt.param_groups)
         return rates if len(rates) == n else [group.get("lr") for group in opt.param_groups]
@@ -286,13 +286,13 @@ class Loop:
     # --- reading
 
     def gather(self) -> Self:
-        """Merge what the ranks of a process group recorded; return itself. Each rank has to call.
+        """Merge what the ranks of a process group recorded; return the loop itself. Collective.
 
-        Every rank then reads the whole, without waiting, until the next step. Otherwise each reads
-        its own. A fit in `distrib_ctx` ends with it.
+        Until the next step, every rank then reads the merged record, without waiting. Otherwise
+        each rank reads its own. A fit in `distrib_ctx` ends with a `gather`.
 
         Raises:
-            HookError: the ranks recorded different steps or layouts; or one of them does not come.
+            HookError: the ranks recorded different steps or options, or one of them did not call.
         """
         if ranks.is_distributed():
             for held in (*self._past, *self.cbs, self):
@@ -312,11 +312,10 @@ class Loop:
     def run_since(self, step: int) -> Run:
         """Return what was recorded after `step`, and at least the last record of each recorder.
 
-        A log that grows with the run then costs the same at each writing. With -1 everything is
-        returned, and also if records were gathered from all ranks since the last step.
-        If there are several recorders of a kind, the last non-empty one is used. No rank waits for
-        another: the Run is of all ranks if `gather` was called since the last step. Sync: one for
-        each recorder.
+        A callback that logs during training reads only new records with it. With -1, or if `gather`
+        was called since the last step, everything is returned. If there are several recorders of a
+        kind, the last one that is not empty is read. No rank waits for another. Sync: one per
+        recorder.
         """
         cbs, records = [*self._past, *self.cbs], dict[str, Record]()
         for cb in cbs:
@@ -348,7 +347,7 @@ class Loop:
         )
 
     def _epochs(self) -> list[dict[str, Any]]:
-        """Return the epochs as a `Run` has them: number, last step, losses and metrics."""
+        """Return the rows of `Run.valid`: number, last step, losses and metrics of each epoch."""
         rows = []
         ends = [epoch["step"] for epoch in self.epochs[1:]] + [self.n_steps]
         for epoch, end in zip(self.epochs, ends, strict=False):
@@ -391,7 +390,7 @@ def callback_list(cbs: Any) -> list[Any]:
     """Return one callback (instance or class), several or None as a list.
 
     Raises:
-        ArgumentError: one of them is no callback.
+        ArgumentError: one of `cbs` is not a callback.
     """
     if isinstance(cbs, (str, type)) or not isinstance(cbs, Iterable):
         cbs = [] if cbs is None else [cbs]
@@ -412,12 +411,12 @@ def callback_list(cbs: Any) -> list[Any]:
 
 
 def instances(cbs: Any) -> list[Callback]:
-    """Return `callback_list` callbacks, of each class an instance."""
+    """Return `callback_list(cbs)`, with an instance in place of each class."""
     return [cb() if isinstance(cb, type) else cb for cb in callback_list(cbs)]
 
 
 def no_attribute(obj: Any, name: str, who: str) -> AttributeError:
-    """Return the error for a `name` that `obj` has not, with the public names that are near it."""
+    """Return the error for an attribute that `obj` does not have; it suggests similar names."""
     near = nearest(name, [n for n in dir(obj) if n[0] != "_"]) if name[0] != "_" else []
     hint = f" {nearest_text(name, near)}" if near else ""
     return AttributeError(f"{who} has {name!r}.{hint}", name=name, obj=obj)

@@ -47,7 +47,7 @@ class State(Enum):
     - EVALUATING: a forward of a validation runs.
     - MARKED: a training batch is open, and its forward has not begun.
     - BATCH: a training batch is open, and its forward has begun.
-    - PAUSED: within a training batch, a forward runs that does not train.
+    - PAUSED: a forward that does not train (a rollout) runs within a training batch.
     - STEPPED: in this batch an optimizer has stepped, and another known one has not.
     - CANCELLED: a callback has cancelled the step of this batch.
 
@@ -61,8 +61,8 @@ class State(Enum):
     - `last`: the last known optimizer steps.
     - `epoch`: w.epoch() is called.
 
-    Each row has the state, what comes, the next state, and the events that are sent, without those
-    of epochs. Only outermost forwards count, so none begins in EVALUATING or PAUSED.
+    Each row has the state, what comes, the next state, and the events that are sent, except epoch
+    events. Only outermost forwards count, so no forward begins in EVALUATING or PAUSED.
 
         IDLE       train   BATCH      before_batch
         VALIDATION train   BATCH      after_validate before_batch
@@ -121,11 +121,11 @@ class State(Enum):
         STEPPED    epoch   IDLE       after_step after_batch
         CANCELLED  epoch   IDLE       after_batch
 
-    Three things are not in the table:
+    The table leaves out three cases:
 
     - PAUSED returns to MARKED if it came from MARKED.
     - If an optimizer steps again in STEPPED or CANCELLED, the batch is closed first, and the step
-      is then one in IDLE.
+      is then handled as in IDLE.
     - If an unknown optimizer steps while no batch is open, its step is added to the last step.
     """
 
@@ -139,7 +139,7 @@ class State(Enum):
     CANCELLED = "cancelled"
 
 
-# Names of a module, and no property: in 3.11 looking up a member of an Enum calls Python.
+# Module-level names, for speed: in Python 3.11 looking up `State.IDLE` runs Python code.
 IDLE, VALIDATION, EVALUATING, MARKED, BATCH, PAUSED, STEPPED, CANCELLED = State
 TRAINING = BATCH, STEPPED, MARKED, CANCELLED
 
@@ -149,16 +149,17 @@ class WatchedLoop(Loop):
 
     Attributes:
         model: the user's own module, without compile and distribution wrappers.
-        outer_model: the module with them, as it was given.
-        opts, opt: the optimizers, and the first; if none was given, those that were seen stepping.
+        outer_model: the module that was given, with its wrappers.
+        opts, opt: the optimizers given or seen stepping; the first of them.
         state: what is open, a `State`.
-        epoch, train_iter, n_steps: 0-based, as marked; training batches; optimizer steps.
-        loss: of the current batch, detached, if it is known by now; else None.
-        epochs: as in `Loop`; an epoch with several validations has one for each.
-        pred: the live output of the model during `after_pred`, else None.
-        n_cancelled_steps: steps that a callback has cancelled (CancelStepException).
-        loss_twice: the loss function was called again within a batch.
-        warned: a warning has said what was not recorded.
+        epoch: the number of epochs that `end_epoch` has ended.
+        train_iter, n_steps: the numbers of training batches and of optimizer steps so far.
+        loss: the detached loss of the current batch, or None while it is unknown.
+        epochs: as in `Loop`, but an epoch with several validations has a dict for each.
+        pred: the model's output, with its graph, during `after_pred`; otherwise None.
+        n_cancelled_steps: how many steps a callback has cancelled (CancelStepException).
+        loss_twice: whether the loss function was called twice within a batch.
+        warned: whether a warning about something not recorded was shown.
     """
 
     dls = n_epoch = accelerator = None
@@ -172,22 +173,22 @@ class WatchedLoop(Loop):
         self.epoch = self.n_cancelled_steps = 0
         self.warned = self.loss_twice = False
         self.step_scaler: Any = None  # the GradScaler that made the last step
-        # backward() is called on another tensor than the loss in the model's output
+        # whether backward() was called on another tensor than the loss in the model's output
         self.other_loss = False
-        self._noted = 0  # the number of steps when values were last reported
+        self._noted_at = 0  # `n_steps` when `note` last added values
         self._reset()
 
     def _reset(self) -> None:
         self.state, self.in_closure, self.in_epoch = IDLE, False, False
         self.train_iter, self.pred = 0, None
         self.loss: Tensor | None = None
-        self._computed: Tensor | None = None  # the last loss that the loss function gave
+        self._computed: Tensor | None = None  # the last loss that the loss function computed
         # the state before PAUSED, and the callbacks to switch on again
         self._resume: tuple[State, list[Any]] = IDLE, []
-        # since the last training batch the model has run in eval mode with gradients
+        # whether the model ran in eval mode with gradients after the last training batch
         self._in_eval = False
-        self._stepped: list[Any] = []  # the optimizers that have stepped in the step under way
-        self._last: list[Any] = []  # the optimizers of the step before
+        self._stepped: list[Any] = []  # the optimizers that have stepped in the current step
+        self._last_opts: list[Any] = []  # the optimizers that made the last step
 
     @property
     def opt(self) -> Any:
@@ -196,12 +197,12 @@ class WatchedLoop(Loop):
 
     @property
     def stepped_opts(self) -> list[Any]:
-        """Return the optimizers that made the last step; all, where steps are not seen."""
-        return self._stepped or self._last or self.opts
+        """Return the optimizers that made the current or last step; all before the first step."""
+        return self._stepped or self._last_opts or self.opts
 
     @property
     def training(self) -> bool:
-        """Return whether a training batch is open, and no other forward runs within it."""
+        """Return whether a training batch is open, and is not PAUSED."""
         return self.state in TRAINING
 
     @property
@@ -220,21 +221,21 @@ class WatchedLoop(Loop):
     # --- a run
 
     def begin(self) -> None:
-        """Begin a run: `before_fit`, then the hooks."""
+        """Begin a run: send `before_fit`, then register the hooks."""
         self._reset()
         self.fitting = True
         self("before_fit")
         self.hooks.attach(self)
 
     def end(self) -> None:
-        """Remove all hooks, and let every callback clean up, whatever has happened."""
+        """Remove all hooks, and let every callback clean up, however the run has ended."""
         self.hooks.remove()
         self.fitting, self.state = False, IDLE
         self.step_scaler = None
         self._clean_up()
 
     def end_epoch(self) -> None:
-        """End the epoch, if it had a batch: those to come belong to a new one."""
+        """End the epoch, if it has a batch; the next batch begins a new epoch."""
         self._close()
         self._end_validation()
         if self.in_epoch:
@@ -242,30 +243,31 @@ class WatchedLoop(Loop):
             self.epoch, self.in_epoch = self.epoch + 1, False
 
     def note(self, values: dict[str, Any]) -> None:
-        """Add values to the last epoch; a later value of the same name begins another row of it.
+        """Add values to the row of the last epoch.
 
-        Before the first batch they get a row of their own.
+        A name that the row already has begins another row of this epoch, if steps were made since;
+        otherwise the value is replaced. Before the first batch, values get a row of their own.
         """
         again = bool(self.epochs) and not values.keys().isdisjoint(self.epochs[-1])
         if values and not self.epochs:
             self.epochs.append({"epoch": self.epoch, "step": self.n_steps})
-        elif again and self._noted < self.n_steps:
-            self.epochs.append({"epoch": self.epochs[-1]["epoch"], "step": self._noted})
+        elif again and self._noted_at < self.n_steps:
+            self.epochs.append({"epoch": self.epochs[-1]["epoch"], "step": self._noted_at})
         if values:
             self.epochs[-1].update(values)
-            self._noted = self.n_steps
+            self._noted_at = self.n_steps
 
     # --- forwards
 
     def begin_forward(self, trains: bool, with_grad: bool, inputs: Any) -> None:
-        """Begin a batch, of training or validation, or a rollout; nothing of the model has run.
+        """Begin a training batch, a validation batch or a rollout, just before the forward runs.
 
         Args:
             trains: the module is in training mode.
             with_grad: gradients are on.
-            inputs: what it is given, any structure.
+            inputs: the arguments of the forward, any structure.
         """
-        if self.state is MARKED and with_grad:  # it trains, whatever the mode is
+        if self.state is MARKED and with_grad:  # `w.batch()` trains, even in eval mode
             self.state, trains = BATCH, True
         elif trains and with_grad:
             if self.state is not IDLE:
@@ -289,23 +291,23 @@ class WatchedLoop(Loop):
             self.begin_eval_part(inputs)
 
     def begin_eval_part(self, inputs: Any) -> None:
-        """Note that the model, or a part of it, runs in eval mode with gradients."""
+        """Note that the model, or a part of it, runs in eval mode with gradients on."""
         if self.state not in (MARKED, BATCH, PAUSED):
             self._in_eval = True
             self.probes.see_batch(inputs, training=False)
 
     def end_forward(self, output: Any, failed: bool = False, shared: bool = False) -> None:
-        """End a forward: read the loss in its output, or cancel the batch if it has raised.
+        """End a forward: read the loss in its output, or cancel the batch if the forward raised.
 
         Args:
-            output: what the model has returned, the live object.
-            failed: it has raised.
-            shared: the step's loss is the sum of its batches' losses, not their mean.
+            output: the output of the model, with its graph.
+            failed: whether the forward raised.
+            shared: whether the step's loss is the sum of its batches' losses, not their mean.
         """
         if self.state is PAUSED:
-            self._end_rollout()
+            self._end_pause()
         elif self.state in (IDLE, VALIDATION):
-            pass  # its batch was closed within it, or could not begin
+            pass  # its batch was closed during the forward, or `before_batch` raised
         elif failed:
             if self.state is not EVALUATING:
                 self.losses.drop()
@@ -318,7 +320,7 @@ class WatchedLoop(Loop):
                 if loss is not None:
                     self.report_loss(loss, "guess" if guess else "returned", share=shared)
                 if not self.probes.done:
-                    # of a loss function that is a module, its own input is read
+                    # `end_loss` reads the scores if the loss function is a module
                     known = None if isinstance(self.loss_func, nn.Module) else self.loss_func
                     self.probes.see_scores(known, output, fed=False, found=loss)
             if "after_pred" in self.heard:
@@ -331,7 +333,7 @@ class WatchedLoop(Loop):
                 self._end_batch()
 
     def mark_batch(self) -> None:
-        """Begin a batch because the user says so; the forward that follows belongs to it."""
+        """Begin a training batch for `w.batch()`; the next forward belongs to it."""
         self._close()
         self._begin_batch()
         self.state = MARKED
@@ -339,19 +341,21 @@ class WatchedLoop(Loop):
     # --- steps
 
     def begin_step(self, opt: Any, closure: bool = False) -> None:
-        """Begin a step: `opt.step` was called; with a closure its forwards are still to come."""
+        """Begin a step of `opt`; with a closure, its forwards are still to come."""
         if self.state is PAUSED:  # Ctrl-C has ended a rollout
-            self._end_rollout()
+            self._end_pause()
         known = opt in self.opts
-        joins = bool(self._last) and not (self.state in TRAINING or closure or known)
-        if not known:  # it replaces those whose parameters it holds, with others of its step
-            step = [opt, *(self._last if joins else self._stepped)]
+        joins = bool(self._last_opts) and not (self.state in TRAINING or closure or known)
+        # A new optimizer replaces known ones if it, and the others of this step, hold all of their
+        # parameters: the user has made the optimizer again.
+        if not known:
+            step = [opt, *(self._last_opts if joins else self._stepped)]
             held = ids_of(step)
             self.opts = [o for o in self.opts if o in step or not ids_of([o]) <= held] + [opt]
         if not self.probes.done:
             self.probes.see_step(opt)
         if opt in self._stepped and graph_task() == -1:
-            self._close()  # it steps again, and no forward was seen in between
+            self._close()  # it steps again without a forward in between: a new step
         self.in_closure = closure
         if self.cbs:
             self.step_scaler = stepping_scaler()
@@ -359,12 +363,12 @@ class WatchedLoop(Loop):
             if cb.run:
                 cb._before_closure()
         if joins:
-            self._last.append(opt)  # one more of the step before
+            self._last_opts.append(opt)  # it belongs to the last step
         elif not closure:
             self.begin_update()
 
     def begin_update(self) -> None:
-        """Send `before_step`: gradients are there, and weights change from here on."""
+        """Send `before_step`, when gradients are ready and the weights are about to change."""
         if self.state not in TRAINING:  # the forward before it was not seen
             seen = self.hooks.root_ran or self.n_steps
             if not self.warned and (self._in_eval or not seen):
@@ -384,16 +388,16 @@ class WatchedLoop(Loop):
                 ) from None
             for group in (group for opt in self.opts for group in opt.param_groups):
                 for p in group["params"]:
-                    p.grad = None  # then an optimizer changes nothing
+                    p.grad = None  # PyTorch cannot skip `step`; without gradients it does nothing
             self.state, self.n_cancelled_steps = CANCELLED, self.n_cancelled_steps + 1
             self("after_cancel_step")
 
     def end_step(self, opt: Any) -> None:
-        """End a step of `opt`, which has changed the weights; their `.grad` is still there."""
+        """End a step of `opt`: the weights have changed, and their `.grad` is still there."""
         self.in_closure = False
         self.keep_rates(opt)
         if self.state not in TRAINING:
-            return  # it has joined the step before, which is over
+            return  # it belongs to the last step, which is over
         if opt not in self._stepped:
             self._stepped.append(opt)
         if self.state is not CANCELLED:
@@ -401,7 +405,7 @@ class WatchedLoop(Loop):
         if len(self._stepped) >= len(self.opts) and graph_task() == -1:
             self._close()
         elif self.state is STEPPED:
-            # recorders read its gradients now: they may be freed before the step is over
+            # recorders read its gradients now: the loop may free them before the step is over
             owned = [p for group in opt.param_groups for p in group["params"]]
             for cb in self.cbs:
                 if cb.run:
@@ -410,6 +414,7 @@ class WatchedLoop(Loop):
     # --- what is open
 
     def _begin_batch(self) -> None:
+        """End a validation that is open, begin an epoch if none is open, and begin a batch."""
         if self.state is not IDLE:
             self._end_validation()
         if self.other_loss:
@@ -423,15 +428,15 @@ class WatchedLoop(Loop):
             self("before_batch")
 
     def _close(self) -> None:
-        """End the rollout, the step and the batch that are open, if any."""
+        """End the rollout, the step and the training batch that are open, if any."""
         if self.state is PAUSED:
-            self._end_rollout()
+            self._end_pause()
         if self.probes.other_loss and not self.other_loss:
             self.other_loss = True
             self.losses.drop_returned()
         if self.state in (STEPPED, CANCELLED):
             cancelled, self.state = self.state is CANCELLED, BATCH
-            self._last, self._stepped = self._stepped or self._last, []
+            self._last_opts, self._stepped = self._stepped or self._last_opts, []
             if not self.probes.done:
                 self.probes.end_step()
             if cancelled:
@@ -444,7 +449,7 @@ class WatchedLoop(Loop):
             self._end_batch()
 
     def _end_batch(self, event: str = "after_batch") -> None:
-        """End the batch; until the next one nothing is recorded."""
+        """End the batch with `event`, and switch off the recorders until the next batch."""
         trained = self.state is not EVALUATING
         self.train_iter += trained and event == "after_batch"
         try:
@@ -455,7 +460,8 @@ class WatchedLoop(Loop):
             for cb in self._hooking:
                 cb._switch.on = False
 
-    def _end_rollout(self) -> None:
+    def _end_pause(self) -> None:
+        """End PAUSED: restore the state before it, and switch the recorders on again."""
         self.state, recorders = self._resume
         for cb in recorders:
             cb._switch.on = True
@@ -470,7 +476,7 @@ class WatchedLoop(Loop):
     def report_loss(
         self, loss: Tensor, source: Source = "reported", *, share: bool = False
     ) -> None:
-        """Take the loss of the current batch, or of the step just made; see `LossLog.put`."""
+        """Log the loss of the current batch, or of the batch just ended; see `LossLog.put`."""
         if not self.probes.done:
             self.probes.see_loss(loss, self.model.parameters(), source != "reported")
         known = loss.detach().clone()  # `loss /= n_accumulate` may follow
@@ -480,9 +486,9 @@ class WatchedLoop(Loop):
             self.loss = known
 
     def end_loss(self, loss_func: nn.Module, args: Any, loss: Tensor) -> None:
-        """Take the loss that the loss function has computed of `args`."""
+        """Log the loss that the user's `loss_func` module computed from `args`."""
         if self.state not in TRAINING:
-            return  # no training batch is open: it is the loss of a validation
+            return  # no training batch is open, so it is the loss of a validation
         self.loss_twice |= self.loss is not None and self.loss is self._computed
         if args and not self.probes.done:
             self.probes.see_scores(loss_func, args[0])
@@ -490,9 +496,9 @@ class WatchedLoop(Loop):
         self._computed = self.loss
 
     def warn_of_other_loss(self) -> None:
-        """Warn if backward() is called on another loss than the model's, and none is reported.
+        """Warn if training uses another loss than the model returns, and no loss is reported.
 
-        Do not warn if the model's loss was only a guess: it is dropped silently.
+        If the model's loss was only a guess, it is dropped without a warning.
         """
         unknown = self.other_loss and self.losses.certain and not len(self.losses)
         if unknown and not self.warned:
@@ -505,27 +511,29 @@ class WatchedLoop(Loop):
             )
 
 
-_IN_STEP = "num_items_in_batch"
-"""A model that transformers' Trainer gives this divides its loss by the items of the whole step."""
+_ITEMS_OF_STEP = "num_items_in_batch"
+"""transformers' Trainer passes this to a model, which then divides its loss by the items of the
+whole step: the step's loss is the sum of its batches' losses."""
 
 
 class LoopHooks:
-    """Tells a `WatchedLoop` of each forward of its model and of each step of its optimizers.
+    """Reports each forward of the model and each optimizer step to a `WatchedLoop`.
 
-    Two pairs of hooks see everything: forward hooks on the model and on each of its wrappers (the
-    user may call any of them), and the step hooks of optimizers. One more, on a loss function that
-    is a module, sees the loss. Counted are outermost calls of the thread that entered `watch`; no
-    recomputation by activation checkpointing, and no trace.
+    It registers forward hooks on the model and on each of its wrappers (the user may call any of
+    them), and the step hooks of optimizers. If the loss function is a module, a forward hook on it
+    sees the loss. Only outermost calls in the thread that entered `watch` count; recomputation by
+    activation checkpointing and tracing do not.
 
-    Where the model's own forward never runs (Lightning's training_step, a dict of two nets), a
-    training call of any of its parts begins a batch, and the next call of that same part another.
+    If the model's own forward never runs (Lightning's training_step, a dict of two nets), a
+    training call of any of its parts begins a batch, and the next call of the same part begins the
+    next batch.
 
     Attributes:
-        loop: the `WatchedLoop`, from `attach` to `remove`, otherwise None. The loop references
-            this object too, and such a cycle keeps the model until the garbage collector runs.
-        root_ran: a training forward of the model itself was seen.
-        in_graph: the model ran inside a graph that `torch.compile` made of something around it.
-        elsewhere: a training forward was seen in another thread.
+        loop: the `WatchedLoop` from `attach` to `remove`, otherwise None: the loop references this
+            object, and the cycle would keep the model until the garbage collector runs.
+        root_ran: whether a training forward of the model itself was seen.
+        in_graph: whether the model ran inside a compiled function or module around it.
+        elsewhere: whether a training forward was seen in another thread.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -537,26 +545,27 @@ class LoopHooks:
 
     def _begin(self) -> None:
         self._thread = get_ident()
-        self._depth = 0  # of forwards under way
-        self._error: BaseException | None = None  # what was handled as the outermost one began
-        self._steps: list[Optimizer] = []  # under way: a step may call another's
-        self._evaluates = False  # the closure of a step
-        self._handles, self._on_parts = list[RemovableHandle](), list[RemovableHandle]()
+        self._depth = 0  # how many nested forwards are running
+        self._error: BaseException | None = None  # `sys.exception()` before the outermost forward
+        self._steps: list[Optimizer] = []  # the steps that are running: a step may call another's
+        self._in_closure = False  # whether the closure of a step is running
+        self._handles, self._part_handles = list[RemovableHandle](), list[RemovableHandle]()
 
     def attach(self, loop: WatchedLoop) -> None:
-        """Register the hooks; `remove` removes all of them, also if this was cut short."""
+        """Register the hooks. If this raises, `remove` removes the hooks registered so far."""
         self._begin()
         self.loop = loop
         for module in wrappers(self.outer):
             check_hookable(module, "watch")
-            # before the user's hooks, which belong to the batch; after a forward that raised, too
+            # `prepend`: the batch begins before the user's own hooks run; `always_call`: also after
+            # a forward that raised
             self._handles.append(attach(module, self._before, pre=True, prepend=True))
             self._handles.append(attach(module, self._after, always_call=True))
         if not self.root_ran:
             for part in self.model.modules():  # a ScriptModule runs no Python hooks
                 if part is not self.model and not isinstance(part, torch.jit.ScriptModule):
                     before = attach(part, self._before_part, pre=True, prepend=True)
-                    self._on_parts.append(before)
+                    self._part_handles.append(before)
         if isinstance(loop.loss_func, nn.Module):
             check_hookable(loop.loss_func, "watch")
             self._handles.append(attach(loop.loss_func, self._after_loss))
@@ -565,8 +574,8 @@ class LoopHooks:
     def remove(self) -> None:
         """Remove what `attach` registered; can be called at any time, and twice."""
         _listen(self, False)
-        remove_all([*self._handles, *self._on_parts])
-        self._thread = 0  # what is under way no longer counts
+        remove_all([*self._handles, *self._part_handles])
+        self._thread = 0  # no thread: a forward that is still running no longer counts
         self.loop = None
 
     def owns(self, opt: Optimizer) -> bool:
@@ -578,7 +587,7 @@ class LoopHooks:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if is_compiling():
-            self.in_graph = True  # written only: no guard, no graph break
+            self.in_graph = True  # only written, so the graph has neither a guard nor a break
         elif (kind := call_kind(self._thread)) == "first" and not is_tracing():
             self._depth += 1
             if self._depth == 1:
@@ -593,7 +602,7 @@ class LoopHooks:
         elif self._depth or not torch.is_grad_enabled() or is_tracing():
             return
         elif call_kind(self._thread) == "first":
-            # other parts that are called within a batch do not begin a new one
+            # within a batch, only the part that began it begins the next one
             if not part.training:
                 self.loop.begin_eval_part((args, kwargs))
             elif part is self._first_part or not self.loop.in_batch:
@@ -601,12 +610,12 @@ class LoopHooks:
                 self._begin_forward(part, args, kwargs)
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._evaluates:
-            self._steps.clear()  # a step that is under way has raised
+        if not self._in_closure:
+            self._steps.clear()  # a step that is still listed has raised, and had no post-hook
         with_grad = torch.is_grad_enabled()
         if module is self.model and module.training and with_grad and not self.root_ran:
             self.root_ran = True
-            remove_all(self._on_parts)
+            remove_all(self._part_handles)
         self.loop.begin_forward(module.training, with_grad, (args, kwargs))
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -614,7 +623,9 @@ class LoopHooks:
             return
         self._depth -= 1
         if not self._depth:
-            failed, shared = sys.exception() is not self._error, kwargs.get(_IN_STEP) is not None
+            # the forward raised if an exception is being handled that was not there before it
+            failed = sys.exception() is not self._error
+            shared = kwargs.get(_ITEMS_OF_STEP) is not None
             self.loop.end_forward(output, failed, shared)
 
     def _after_loss(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -631,37 +642,40 @@ class LoopHooks:
         If the step has a closure, return the step's arguments with the closure wrapped.
         """
         if is_compiling() or (get_ident() != self._thread and graph_task() == -1):
-            return None  # in a backward pass a thread of autograd's may make a step that counts
-        loop = self.loop  # another thread may just have ended it
+            return None  # other threads do not count, except autograd's: steps made in the backward
+        loop = self.loop  # read once: another thread may end it now
         if loop is None or not (opt in loop.opts or self.owns(opt)):
             return None
         if getattr(opt, "found_inf", None) is not None and skips_step(opt):
             return None
         self._steps.append(opt)
-        if len(self._steps) > 1:  # within another's, or super().step()
+        if len(self._steps) > 1:  # called by another optimizer's step, or by super().step()
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        # a user's own optimizer may take a number there, or the model
+        # a user's own optimizer may take a number or the model in this place
         if not callable(closure) or isinstance(closure, nn.Module):
             return loop.begin_step(opt)
         loop.begin_step(opt, closure=True)
-        closure = self._reported(closure)
+        closure = self._reporting(closure)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": closure}
         return (args[0], closure, *args[2:]), kwargs
 
-    def _reported(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `closure`, whose first evaluation is reported: PyTorch has no hook for it."""
+    def _reporting(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `closure`, wrapped so that its first evaluation begins the update.
+
+        PyTorch has no hook between the closure and the update.
+        """
         first = True
 
         @wraps(closure)
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal first
-            self._evaluates = True
+            self._in_closure = True
             try:
                 result = closure(*args, **kwargs)
             finally:
-                self._evaluates = False
+                self._in_closure = False
             if first and self.loop is not None:
                 self.loop.begin_update()
             first = False
@@ -675,15 +689,14 @@ class LoopHooks:
             return  # `before_step` ignored this step
         self._steps.pop()
         if not self._steps:
-            self._depth = 0  # a forward that Ctrl-C has cut short ends here
+            self._depth = 0  # Ctrl-C in a forward leaves a wrong depth
             self.loop.end_step(opt)
 
 
-# --- hooks on the steps of any optimizer: one may be made later, or be inside of another's step
+# --- global step hooks, which see every optimizer, also one that is made later
 #
-# PyTorch iterates over its global hooks while they run. Another thread that trains, with or without
-# watch, would fail if a hook came or went in the meantime. So there is one for all watched loops,
-# from the first that begins to the last that ends.
+# PyTorch iterates over its global hooks while they run: adding or removing one breaks a step in
+# another thread. So all watched loops share one pair, from the first begin to the last end.
 
 _listening: tuple[LoopHooks, ...] = ()  # replaced, never changed: another thread may iterate
 _handles: list[RemovableHandle] = []
@@ -691,7 +704,7 @@ _lock = Lock()
 
 
 def _listen(hooks: LoopHooks, on: bool) -> None:
-    """Tell `hooks` of each step of an optimizer from now on, or no more."""
+    """Begin to report optimizer steps to `hooks`, or end it."""
     global _listening
     with _lock:
         others = tuple(each for each in _listening if each is not hooks)

@@ -1,9 +1,9 @@
-"""`watch`: callbacks around any training loop, with nothing to subclass and nothing to write.
+"""`watch`: run callbacks around any training loop, without changing the loop.
 
     with watch(model, opt, ActivationStats(every=10), ParamStats()) as w:
         ...                                         # your loop, or any library's
 
-Builds on `WatchedLoop`, which fires the events. The callbacks are those of the Learner.
+Builds on `WatchedLoop`, which sends the events. The Learner takes the same callbacks.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ def watch(
     loss_func: Callable[..., Any] | None = None,
     show: bool = False,
 ) -> Watcher:
-    """Run `callbacks` around any training loop, inside the `with`.
+    """Return a context manager that runs `callbacks` around any training loop.
 
     A batch begins with a forward of the model in training mode with gradients on. A step is
     everything between two optimizer steps: it is over when every optimizer has stepped, or, once at
     least one has, when the next forward begins. So gradient accumulation, skipped AMP steps,
-    closures, several optimizers and validation in between are recorded right, in any loop that
-    steps a torch optimizer. The end of the `with` removes all hooks, also after an error or Ctrl-C.
-    What was recorded stays, and entering again appends to it. `docs/how-to/callbacks.md` has a
-    table of the events and attributes that callbacks have here and in the Learner.
+    closures, several optimizers and validation between batches are recorded correctly, in any loop
+    that steps a torch optimizer. The end of the `with` removes all hooks, also after an error or
+    Ctrl-C. Records stay, and entering again appends to them. `docs/how-to/callbacks.md` has a table
+    of the events and attributes that callbacks have here and in the Learner.
 
     Args:
         model: the model you train, wrapped (compile, DDP, FSDP, accelerate) or not; several in
             a list or dict (a GAN) count as one. Compile it before, and pass the compiled one.
-        opt: its torch optimizer, in any wrapper, or a list of them: known from the first step on.
-            Any other that steps a parameter of the model, also one made later, is found as it does.
+        opt: its torch optimizer, in any wrapper, or a list of them. Any other optimizer that steps
+            a parameter of the model is found at its first step.
         callbacks: instances or classes: ActivationStats, ParamStats, your own.
         loss_func: your loss function. If it is a module, its scalar outputs are recorded as the
             loss; not needed if the model returns its loss, or with `w.loss(loss)`. A plain
-            function cannot be hooked: it only says what kind of loss it is.
-        show: adds `ShowHealth()`, which redraws the run every few seconds and prints findings; and
-            ActivationStats and ParamStats, if no callback records.
+            function cannot be hooked: it only tells the diagnosis which loss it is.
+        show: adds `ShowHealth()`, which redraws the run every few seconds and prints findings. If
+            there is no recorder among `callbacks`, adds ActivationStats and ParamStats too.
 
     Returns:
-        The `Watcher`, for the `with`; it reads what was recorded afterwards too.
+        The `Watcher`, for the `with`. It reads the records, also after the `with`.
 
     Raises:
         ArgumentError: an argument is of a kind that cannot work.
@@ -112,20 +112,20 @@ def watch(
 
 
 class Watcher(Reportable):
-    """Follows a loop inside the `with`, and reads what was recorded; `watch` returns it.
+    """Follows a loop inside the `with`, and reads the records; `watch` returns it.
 
     Callbacks are found by name: `w.activation_stats`. `start()` and `stop()` do the same as the
-    `with`, for places without one. `w.run_record()` is what was recorded, to keep, copy or pickle.
+    `with`. `w.run_record()` returns the records as values, to keep, copy or pickle.
 
     Attributes:
-        model: as given.
+        model: the model that was given.
         loop: the `WatchedLoop` that callbacks have as `self.learn`: epoch, train_iter, n_steps, …
         info: facts to add to the run, such as `w.info["n_classes"] = 10`.
     """
 
     def __init__(self, model: nn.Module, loop: WatchedLoop) -> None:
         self.model, self.loop, self.info = model, loop, loop.info
-        self._reports = self._entered = False
+        self._loss_reported = self._entered = False
 
     # --- begin and end
 
@@ -133,7 +133,7 @@ class Watcher(Reportable):
         """Begin: call the callbacks' `before_fit`, then register the hooks.
 
         Raises:
-            HookError: it is running, or one of its callbacks records another run.
+            HookError: it is already running, or one of its callbacks records another run.
         """
         if self.loop.fitting:
             raise HookError("watch was started while it is running. Stop it, or make a second one.")
@@ -149,10 +149,11 @@ class Watcher(Reportable):
         return self
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Close what is open and remove all hooks; do nothing if it is not running.
+        """End the batch and the epoch, and remove all hooks; do nothing if it is not running.
 
         Args:
-            error: what has ended the loop; the callbacks then get no `after_` events.
+            error: the exception that ended the loop. Unless it is a CancelFitException, callbacks
+                get no `after_` events.
         """
         if not self.loop.fitting:
             return
@@ -166,7 +167,7 @@ class Watcher(Reportable):
             self.loop.end()
         if error is None:
             self.loop.warn_of_other_loss()
-        why = checks.why_unrecorded(self.loop, self._reports)
+        why = checks.why_unrecorded(self.loop, self._loss_reported)
         if why and error is None and not self.loop.warned:
             self.loop.warned = True
             warn(why, NeverFiredWarning)
@@ -175,24 +176,24 @@ class Watcher(Reportable):
         return self.start()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        """Stop; a callback's CancelFitException ends the block, and is not raised."""
+        """Stop; swallow a CancelFitException, with which a callback ends the loop."""
         self.stop(error)
         return isinstance(error, CancelFitException)
 
     # --- what the user may report
 
     def epoch(self, **values: Any) -> None:
-        """Mark an epoch, at the top or the bottom of the loop over epochs. Optional.
+        """End an epoch, at the top or the bottom of the loop over epochs. Optional.
 
-        Batches from now on belong to the next epoch; one without batches is not counted. Before the
-        first batch, values (of the untrained model) get a row of their own.
+        The next batch begins a new epoch; an epoch without batches is not counted. Before the first
+        batch, values (of the untrained model) get a row of their own.
 
         Args:
-            values: of the epoch that ends, such as `valid_loss=…`, `accuracy=…`: numbers or
-                tensors, read by the host when the run is read.
+            values: values of the epoch that ends, such as `valid_loss=…`, `accuracy=…`: numbers or
+                tensors. A tensor is copied to the host when the run is read.
 
         Raises:
-            ArgumentError: one of them is no number, or is `epoch` or `step`, which watch counts.
+            ArgumentError: a value is not a number, or is called `epoch` or `step`.
         """
         checks.check_reported(values)
         if self.loop.fitting:
@@ -200,7 +201,7 @@ class Watcher(Reportable):
         self.note(**values)
 
     def note(self, **values: Any) -> None:
-        """Add values to the last epoch as `epoch` does, with its errors, without ending it.
+        """Add values to the last epoch as `epoch` does, without ending it.
 
         If an epoch has several validations, each is a row of `run_record().valid`.
         """
@@ -209,7 +210,7 @@ class Watcher(Reportable):
         self.loop.note(now)
 
     def batch(self) -> None:
-        """Mark that a training batch begins, if its forward cannot show that.
+        """Begin a training batch that the forward does not show.
 
         Examples are a train step that is compiled as a whole, and training in eval mode on purpose.
         """
@@ -219,36 +220,37 @@ class Watcher(Reportable):
     def loss(self, loss: Tensor | float) -> None:
         """Report the loss of this batch, before or after its step. Optional; kept on its device.
 
-        Give the tensor: its graph shows mistakes. Under gradient accumulation report each batch's
-        own loss, undivided: the step's loss is their mean. During a validation, `w.loss` sets the
-        last training batch's loss, and only if it has none.
+        Give the tensor, not a float: the diagnosis reads its graph. With gradient accumulation
+        report each batch's own loss, undivided: the step's loss is their mean. During a validation,
+        it sets the loss of the last training batch, if that has none.
 
         Raises:
-            ArgumentError: it is not one number.
+            ArgumentError: `loss` is not one number.
         """
-        value, self._reports = one_number(loss), True
+        value, self._loss_reported = one_number(loss), True
         if self.loop.fitting:
             self.loop.report_loss(value)
 
     # --- reading
 
     def gather(self) -> Watcher:
-        """Merge what the ranks of a process group recorded, as `Learner.gather`; return itself."""
-        self._runner.gather()
+        """Merge the records of all ranks, as `Learner.gather`; return the Watcher."""
+        self._checked_loop.gather()
         return self
 
     def run_record(self) -> Run:
         """Return everything recorded so far, as plain values. Sync: one per recorder."""
-        return self._runner.run_record()
+        return self._checked_loop.run_record()
 
     @property
     def losses(self) -> Floats:
-        """Return (n_steps,) float64, the training loss of each step, NaN if it is unknown."""
-        loop = self._runner
+        """Return (n_steps,) float64: the training loss of each step, NaN if it is unknown."""
+        loop = self._checked_loop
         return loop.losses.by_step(loop.n_steps)[loop.first_step :]
 
     @property
-    def _runner(self) -> WatchedLoop:
+    def _checked_loop(self) -> WatchedLoop:
+        """Return the loop; warn if it was never entered."""
         if not self._entered:
             self._entered = True
             warn(
@@ -260,12 +262,12 @@ class Watcher(Reportable):
 
     @property
     def opt(self) -> Any:
-        """Return the first optimizer; None while none was given and none has stepped."""
+        """Return the first optimizer; None if none was given and none has stepped yet."""
         return self.loop.opt
 
     @property
     def n_steps(self) -> int:
-        """Return the optimizer steps so far, in all its runs."""
+        """Return how many optimizer steps were made, in all runs of this Watcher."""
         return self.loop.n_steps - self.loop.first_step
 
     @property
