@@ -177,6 +177,14 @@ def test_a_layer_that_one_side_lacks_is_named_and_not_counted_as_equal(swapped: 
     assert comparison.not_judged[0] in str(comparison)
 
 
+def test_a_layer_that_one_side_never_calls_is_said() -> None:
+    found = compare_models(Net(in_turn), Net(lambda m, x: m.b(x)), X)
+
+    assert found.first.name == ""
+    assert found.first.place == "in its own forward, before b"
+    assert found.not_judged == ("a Linear: never called in the second",)
+
+
 def test_the_truth_value_of_a_comparison_is_an_error() -> None:
     with pytest.raises(OptionError, match=r"truth value .* Ask `\.first is None`"):
         assert not compare_models(net(), net(), X)

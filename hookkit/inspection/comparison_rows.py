@@ -178,7 +178,9 @@ class RowMaker:
                 self.rows += [(None, replace(row, problem=f"{MISSING}{other}")) for row in rows]
                 continue
             why = f"nothing in the {other} has its weights, name or place"
-            if self.strict or module is None:
+            if name in (self.second if other == "second" else self.first).modules:
+                why = f"never called in the {other}"
+            elif self.strict or module is None:
                 why = f"{MISSING}{other}"
             elif next(module.parameters(), None) is None:
                 why = "it has no parameters to be paired by"
