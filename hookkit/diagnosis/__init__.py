@@ -1,16 +1,16 @@
-"""Is this training healthy? `diagnose(run)` reads what was recorded, and says what it knows.
+"""Is this training healthy? `diagnose(run)` applies rules to a recorded run.
 
-    finding       `Finding`, `Diagnosis`: what was seen, and what was not judged.
-    view          A run as rules read it.
-    facts         Of the loss, the loop, the data and units.
-    weights       Facts of parameters.
-    non_finite    NaN and Inf, and where they begin.
-    measures      What is a factor of ten away from healthy.
-    notes         What curves look like: never an alarm.
-    report_page   A run as one HTML page, its diagnosis first.
+    finding       `Finding`, `Diagnosis`: the results, and which rules could not be applied.
+    view          `View`: a run with the properties that several rules read.
+    facts         Rules on facts about the loss, the loop, the data and units.
+    weights       Rules on facts about parameters.
+    non_finite    Rules on NaN and Inf, and where they begin.
+    measures      Rules on numbers that are a factor of ten away from healthy.
+    notes         Rules on the shape of curves; they never alarm.
+    report_page   One HTML page of a run, which begins with its diagnosis.
 
-A rule is a function of a `View` that yields findings under its own name. To add one, write it in
-the file of its subject, and put it into `RULES` with what it needs.
+A rule is a function that takes a `View` and yields findings with its own name. To add a rule, write
+it in the file of its subject, and list it in `RULES` with its needs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["RULES", "Diagnosis", "Finding", "Rule", "diagnose"]
 
 @dataclass(frozen=True)
 class Rule:
-    """Name one question about a run.
+    """List one rule in `RULES`.
 
     Args:
-        ask: the function that answers it.
-        needs: what a run has to hold: `"losses"`, `"loss graph"`, `"parameters"`,
-            `"activations"`, `"units"`.
+        ask: the function of the rule.
+        needs: the data it needs: `"losses"`, `"loss graph"`, `"parameters"`, `"activations"`,
+            `"units"`. A run without them is not judged by this rule.
     """
 
     ask: Callable[[View], Iterator[Finding]]
@@ -44,7 +44,7 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """Return the function's name, which its findings bear too."""
+        """Return the name of the function, which is also the `rule` of its findings."""
         return self.ask.__name__
 
 
@@ -85,26 +85,26 @@ RULES: tuple[Rule, ...] = (
     Rule(notes.overfit),
     Rule(notes.not_learning, (LOSSES,)),
 )
-"""Causes before their consequences: alarms are read in this order."""
+"""All rules, causes before their effects: findings are listed in this order."""
 
 
 def diagnose(run: Any) -> Diagnosis:
-    """Say what is wrong with this run: alarms, causes before their effects, then notes.
+    """Return what is wrong with this run: alarms, causes before their effects, then notes.
 
-    Judges whatever was recorded (activations only, parameters only, losses only). `.not_judged`
-    names what the run lacks for the other rules, with the line that would record it.
+    Applies every rule whose data were recorded. `.not_judged` has the missing data of the other
+    rules; printing the `Diagnosis` shows the line of code that records them.
 
     Args:
         run: a Run, a Record, a Watcher, a Learner, or a recorder such as `ActivationStats`. The
-            facts of `run.info` that rules read are listed in `recorders.probes`; beside those
-            `loss_func`, `n_classes`, `lr`, `weight_decay`, `optimizer`, `dtype`,
-            `train_iter`, `nan_losses`.
+            rules read the facts of `run.info` that are listed in `recorders.probes`, and
+            `loss_func`, `n_classes`, `lr`, `weight_decay`, `optimizer`, `dtype`, `train_iter`,
+            `nan_losses`.
 
     Returns:
-        The `Diagnosis`: prints as a list; `.healthy`, `.rules`, `.findings`, `.not_judged`.
+        The `Diagnosis`, which prints as a list; `.healthy`, `.rules`, `.findings`, `.not_judged`.
 
     Raises:
-        ArgumentError: nothing of this kind can be read from `run`.
+        ArgumentError: `run` holds no records.
 
     Example:
         >>> import numpy as np
@@ -118,7 +118,7 @@ def diagnose(run: Any) -> Diagnosis:
     view = View(run)
     findings: list[Finding] = []
     missing: dict[str, list[str]] = {}
-    with np.errstate(all="ignore"):  # overflows are what rules judge
+    with np.errstate(all="ignore"):  # numbers of broken runs overflow
         for rule in RULES:
             if lacks := next(filter(None, map(view.lacks, rule.needs)), ""):
                 missing.setdefault(lacks, []).append(rule.name)
@@ -132,7 +132,7 @@ def diagnose(run: Any) -> Diagnosis:
 
 
 def _remarks(run: Run, looked: Record | None) -> tuple[str, ...]:
-    """Return what the first line adds: layers without a value, the one rank that recorded it."""
+    """Return remarks for the first line: layers without values; that one rank recorded alone."""
     said = []
     if looked:
         known = [np.isfinite(table).any(axis=1) for table in looked.values.values()]

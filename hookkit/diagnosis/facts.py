@@ -1,8 +1,8 @@
-"""Facts of the loss, the loop, the data and of units: each was seen where it happens.
+"""Rules on facts about the loss, the loop, the data and units, which the recorders saw directly.
 
-A fact needs no threshold, or one that only keeps single odd batches out. It is an alarm, an error
-if the loss does not decrease; a fact that does no harm by itself is a note. `weights` has the facts
-of parameters, `non_finite` those of NaN and Inf.
+A fact needs no threshold, or one that only excludes single odd batches. It is an alarm: an error if
+the loss does not decrease, otherwise a warning. A fact that is harmless by itself is a note.
+`weights` has the rules on parameters, `non_finite` those on NaN and Inf.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _INPUTS = {
 
 
 def broadcast(run: View) -> Iterator[Finding]:
-    """Find a column of predictions that is compared with each element of a row of targets."""
+    """Find a loss that broadcasts: (n, 1) predictions against (n,) targets compare all pairs."""
     if shapes := run.info.get("broadcast"):
         what = f"in the loss {shapes}"
         cause = "predictions and targets of different shapes: each one meets every other"
@@ -50,7 +50,7 @@ def broadcast(run: View) -> Iterator[Finding]:
 
 
 def softmax_dim(run: View) -> Iterator[Finding]:
-    """Find a softmax over samples, before the loss."""
+    """Find a softmax before the loss that is taken over samples, not over classes."""
     if dim := run.info.get("softmax_dim"):
         what = f"the softmax before the loss is taken {dim}"
         cause = "a softmax that shares probabilities among samples, not classes"
@@ -59,7 +59,7 @@ def softmax_dim(run: View) -> Iterator[Finding]:
 
 
 def probabilities(run: View) -> Iterator[Finding]:
-    """Find probabilities where scores belong, or scores where their logarithms belong."""
+    """Find a loss that is given probabilities or scores and expects something different."""
     loss, found = run.loss_name, run.info.get("loss_input")
     takes_probabilities = loss.startswith(("binary", "bce")) and not loss.endswith("withlogits")
     if found in _INPUTS and not takes_probabilities:
@@ -74,7 +74,7 @@ _NEVER_BELOW_ZERO = (
 
 
 def below_zero(run: View) -> Iterator[Finding]:
-    """Find a loss below 0 that cannot be there."""
+    """Find a negative value of a loss that cannot be negative."""
     low = float(run.losses.min(initial=0.0))
     if run.loss_name in _NEVER_BELOW_ZERO and low < -1e-3:
         what = f"the loss falls to {low:.3g}, and {run.info['loss_func']} cannot be below 0"
@@ -87,9 +87,10 @@ def below_zero(run: View) -> Iterator[Finding]:
 
 
 def no_step(run: View) -> Iterator[Finding]:
-    """Find batches without a step of an optimizer."""
+    """Find training batches without any optimizer step."""
     n, (lost, of) = run.info.get("train_iter", 0), run.info.get("nan_losses") or (0, 1)
-    # a GradScaler leaves out the steps of losses that are not finite; few batches may accumulate
+    # A GradScaler skips steps if the loss is NaN, so few losses may be; fewer than 3 batches may be
+    # gradient accumulation.
     if run.info.get("no_step") and n >= 3 and 2 * lost <= of:
         what = f"{n} training batches, no step, and weights that stay as they were"
         cause = "optimizer.step() is never called, what steps is not what watch was given, or a "
@@ -109,7 +110,7 @@ def grads_pile_up(run: View) -> Iterator[Finding]:
 
 
 def eval_mode(run: View) -> Iterator[Finding]:
-    """Find steps in eval mode: a note if all are and the loss decreases, since it may be meant."""
+    """Find steps in eval mode; a note if all steps are and the loss falls: it may be intended."""
     n, of = run.info.get("eval_steps") or (0, 0)
     if n:
         severity = "note" if n == of and not run.loss_flat else run.severity
@@ -120,7 +121,7 @@ def eval_mode(run: View) -> Iterator[Finding]:
 
 
 def schedule_over(run: View) -> Iterator[Finding]:
-    """Find a learning rate that is almost 0 for half of the run or more."""
+    """Find a learning rate that is almost 0 for more than half of the run."""
     rate = np.nan_to_num(table(run.params, "lr")).max(axis=0, initial=0)
     gone = float((rate < 1e-3 * rate.max()).mean())
     if gone > 0.5:
@@ -139,7 +140,7 @@ def schedule_over(run: View) -> Iterator[Finding]:
 
 
 def repeated_data(run: View) -> Iterator[Finding]:
-    """Find the same few batches again and again: a note, since a small data set has no more."""
+    """Find a run on at most 4 different batches: a note, since the data set may be small."""
     n, different = run.info.get("batches") or (0, 0)
     if n >= 40 and different <= 4:
         seen = plural(different, "different batch", "different batches")
@@ -150,7 +151,7 @@ def repeated_data(run: View) -> Iterator[Finding]:
 
 
 def dropout(run: View) -> Iterator[Finding]:
-    """Find dropout that keeps less than a quarter."""
+    """Find dropout layers that keep less than a quarter of the values."""
     rates = run.activations.meta.get("dropout") or {}
     high = {name: rate for name, rate in rates.items() if rate > 0.75}
     if high:
@@ -166,8 +167,8 @@ def dropout(run: View) -> Iterator[Finding]:
 def dead(run: View) -> Iterator[Finding]:
     """Find units before a ReLU that are never above 0 in the later half of the run.
 
-    The recorder judges layers that are a ReLU, or that a ReLU alone reads. If both have a row, the
-    ReLU's counts.
+    The recorder counts dead units of a ReLU, and of a layer that only a ReLU reads. If both have a
+    row, the row of the ReLU is read.
     """
     a = run.activations
     units = a.values["dead"]

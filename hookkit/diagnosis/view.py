@@ -1,6 +1,6 @@
-"""`View`: a run as rules read it: what its loss does, which weights there are, in what order.
+"""`View`: a run with the properties that several rules read: its loss, its weights and their order.
 
-A row of a record is a layer or a parameter, a column a recorded step.
+A row of a record is a layer or a parameter; a column is a recorded step.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from hookkit.diagnosis.finding import LOSSES
 from hookkit.records import Floats, Record, Run
 
 ENOUGH = 10
-"""Records, or losses, with fewer of which nothing is measured."""
+"""The least number of records, or losses, from which rules measure anything."""
 
 DENSE = ("Linear", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d")
 
 
 class View:
-    """Read a run for the rules.
+    """Derives from a run the properties that several rules read.
 
     Attributes:
         run, info: the run and its facts.
-        activations, params: its records. A rule that needs one is asked if it is long enough.
-        loss_name: name of the loss without "Loss", underscores, capitals: "crossentropy"; or "".
+        activations, params: its records. Rules that need one are skipped if it is too short.
+        loss_name: the name of the loss without capitals, "_" and "Loss": "crossentropy"; or "".
         losses: (n,) the finite losses.
-        first_nan_step: the step from which on the loss is NaN or Inf, to the end; or None.
-        loss_start, loss_end: medians of the first losses and of the last; NaN if there are none.
+        first_nan_step: the step from which the loss is NaN or Inf until the end; or None.
+        loss_start, loss_end: medians of the first and of the last losses; NaN if there are none.
     """
 
     def __init__(self, run: Run) -> None:
@@ -47,11 +47,11 @@ class View:
             self.loss_start = float(np.median(known[: max(5, n // 20)]))
             self.loss_end = float(np.median(known[-max(5, n // 10) :]))
             if n > 20 and 0 < 3 * known[0] < self.loss_start and self.loss_end > known[0]:
-                # it tripled with the first step and never came back: what follows is the damage
+                # the first step tripled the loss for good: only the first loss is undamaged
                 self.loss_start = float(known[0])
 
     def lacks(self, need: str) -> str:
-        """Return what the run lacks of a rule's need, such as `"parameters"`; "" if nothing."""
+        """Return the missing data if the run does not have `need`, such as `"units"`; else ""."""
         if need == LOSSES:
             return "" if len(self.losses) or self.first_nan_step is not None else need
         if need == "loss graph":
@@ -63,25 +63,26 @@ class View:
         if not record or not record.names:
             return need
         n, steps = len(record), record.steps
-        is_spread = n >= ENOUGH // 2 and steps[-1] - steps[0] >= 40  # as with `every=10`
+        # with `every=10`, a few records cover many steps
+        is_spread = n >= ENOUGH // 2 and steps[-1] - steps[0] >= 40
         return "" if n >= ENOUGH or is_spread else f"{ENOUGH} records of {need}"
 
     # --- the loss
 
     @property
     def loss_decreasing(self) -> bool:
-        """Return whether the loss ends 5 % or more below its start."""
+        """Return whether the loss ends more than 5 % below its start, and is finite."""
         least = self.loss_start - 0.05 * abs(self.loss_start)
         return self.first_nan_step is None and self.loss_end < least
 
     @property
     def loss_flat(self) -> bool:
-        """Return whether there are 50 losses or more, and they do not decrease."""
+        """Return whether there are 50 or more losses, and they do not decrease."""
         return len(self.losses) >= 50 and not self.loss_decreasing
 
     @property
     def much_loss_left(self) -> bool:
-        """Return whether more than 0.3 of the loss is left, or it is not known."""
+        """Return whether the loss ends above 30 % of its start, or is not known."""
         return not self.loss_end < 0.3 * self.loss_start
 
     @property
@@ -91,7 +92,10 @@ class View:
 
     @cached_property
     def pretrained(self) -> bool:
-        """Return whether weights are not new, as biases of norms differ, or the loss began low."""
+        """Return whether the weights were trained before: new ones have constant biases of norms.
+
+        A first loss far below the loss of guessing shows it, too.
+        """
         chance = np.log(self.info.get("n_classes") or 1)
         if len(self.losses) and self.losses[0] < 0.5 * chance:
             return True
@@ -106,7 +110,7 @@ class View:
 
     @cached_property
     def matrices(self) -> Any:
-        """Return (k,) rows of trainable weights of two dimensions or more, except embeddings."""
+        """Return (k,) the rows of trainable weights with two or more dimensions, not embeddings."""
         p = self.params
         if not p:
             return np.zeros(0, np.int64)
@@ -116,13 +120,13 @@ class View:
 
     @property
     def predecessors(self) -> dict[str, str]:
-        """Return each weight in the graph → the weight before it; "" if the data come before it."""
+        """Return weight in the graph → the weight before it; "" if it reads the data."""
         known = self.activations.meta.get("predecessors") if self.activations is not None else None
         return known or {}
 
     @cached_property
     def input_layers(self) -> list[int]:
-        """Return the rows of the layers, except embeddings, whose input is the data."""
+        """Return the rows of the layers that read the data, except embeddings."""
         a, graph = self.activations, self.predecessors
         if a is None:
             return []
@@ -135,16 +139,17 @@ class View:
 
     @cached_property
     def gradient_by_depth(self) -> tuple[Any, Any]:
-        """Return the longest chain of matrices from the data on, and their gradients.
+        """Return the longest chain of matrices from the data to the loss, and its gradients.
 
-        (k,) rows, and (k,) RMS of their gradients in the first third of the run, where it is above
-        0; both empty if these are fewer than 3. If the graph is not known, all matrices.
+        (k,) rows, and (k,) median RMS of their gradients in the first third of the run, without
+        those that are 0; both are empty if fewer than 3 are left. If the graph is not known, the
+        chain is all matrices.
         """
         chain, before = [*self.matrices], self.predecessors
         rows = {self.params.names[i]: i for i in chain}
         if before.keys() & rows.keys():
             chain, followed = [], {*before.values()}
-            for name in [name for name in before if name not in followed]:
+            for name in [name for name in before if name not in followed]:  # last weights: go back
                 passed: dict[str, None] = {}
                 while name and name not in passed:
                     passed[name] = None
@@ -157,7 +162,7 @@ class View:
 
     @property
     def gradients_vanish(self) -> bool:
-        """Return whether gradients fade towards the data, 1000-fold or more."""
+        """Return whether gradients shrink 1000-fold or more from the loss to the data."""
         _, size = self.gradient_by_depth
         return bool(len(size) and size[0] < 1e-4 and size[0] < 1e-3 * size[-1])
 
@@ -166,10 +171,10 @@ class View:
 
 
 def nan_from(values: Floats) -> int | None:
-    """Return the step from which on values are NaN or Inf to the end; None if there is none.
+    """Return the step from which `values` are NaN or Inf until the end, or None.
 
-    NaN alone says that a value is not known: a loss may be read every tenth step. So the end counts
-    if it is longer than two of the gaps before. If no value is finite, none is known to be lost.
+    NaN may also mean that a value is not known: a loss may be reported every tenth step. So NaN at
+    the end count only if they are more than two of the longest gap before. None if all are NaN.
     """
     known = np.flatnonzero(np.isfinite(values))
     if not len(known) or len(values) - 1 - known[-1] <= 2 * np.diff(known, prepend=-1).max():
@@ -178,13 +183,13 @@ def nan_from(values: Floats) -> int | None:
 
 
 def meta(record: Record, key: str, default: Any) -> Any:
-    """Return (rows,) what is known of each row, or `default` for each."""
+    """Return (rows,) the values of `record.meta[key]`, or `default` for each row without it."""
     known = record.meta.get(key)
     return np.array([default] * len(record.names) if known is None else known)
 
 
 def table(record: Record, statistic: str) -> Floats:
-    """Return (rows, n) of a statistic; NaN if it was not recorded."""
+    """Return (rows, n) the values of a statistic; NaN if it was not recorded."""
     known = record.values.get(statistic)
     return np.full((len(record.names), len(record)), np.nan) if known is None else known
 
@@ -199,17 +204,17 @@ def median(values: Floats) -> Floats:
 
 
 def later_half(record: Record, statistic: str) -> Floats:
-    """Return (rows,) the median of the later half of the records."""
+    """Return (rows,) the median of a statistic in the later half of the records."""
     return median(table(record, statistic)[:, len(record) // 2 :])
 
 
 def names(record: Record, which: Any) -> tuple[str, ...]:
-    """Return the names of rows, which are given as numbers or as a mask."""
+    """Return the names of the rows `which`: indices, or a mask of all rows."""
     which = np.asarray(which)
     rows = np.flatnonzero(which) if which.dtype == bool else which
     return tuple(record.names[int(i)] for i in rows)
 
 
 def percent(share: float) -> str:
-    """Write a share with three digits: `"0.25%"`."""
+    """Return a fraction as text with three digits: `"0.25%"`."""
     return f"{100 * share:.3g}%"

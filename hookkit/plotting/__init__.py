@@ -1,15 +1,15 @@
-"""Draw a run: the only folder that knows matplotlib, loaded only when a picture is drawn.
+"""Draw a run. Only this folder uses matplotlib, and it is imported when a picture is drawn.
 
-Every function takes what was recorded (a `Record`, a `Run`, a recorder or a driver that gives one)
-and returns what it drew on: an Axes (pass `ax=`) where there is one panel, a Figure (pass `fig=`)
-where there are several. Steps are optimizer steps; dotted lines mark epochs; colours run from the
-first layer (dark) to the last (light) and are safe for colour-blind readers; vermilion means NaN or
-Inf and nothing else. Layers without values are left out, and the title says so.
+Every function takes a `Record`, a `Run`, a recorder, a Watcher or a Learner. It returns the Axes
+(pass `ax=`) if it draws one panel, and the Figure (pass `fig=`) if it draws several. Steps are
+optimizer steps; dotted lines mark epochs; colours go from the first layer (dark) to the last
+(light) and suit colour-blind readers; vermilion means NaN or Inf and nothing else. Layers without
+values are left out, and the title says so.
 
-    figures   figures, files, colours, and what axes have in common
+    figures   figures, files, colours, and helpers for axes
     heatmaps  plot_run: layers by steps
-    lines     plot_stats, plot_updates, plot_dead, plot_layer_stats, plot_depth: a line a layer;
-              plot_loss, and what lr_find found: one line
+    lines     plot_stats, plot_updates, plot_dead, plot_layer_stats, plot_depth: a line per layer;
+              plot_loss and plot_lr_find: one line
     spread    color_dim, plot_density: histograms
 """
 

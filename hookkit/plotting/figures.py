@@ -1,6 +1,6 @@
-"""Figures, files, colours, and what axes have in common. No global setting is changed.
+"""Make figures, PNG files and colours, and format axes. No global setting is changed.
 
-The first file of the folder to be imported, so the one that says how to install matplotlib.
+It is the first file of the folder to be imported, so it raises the error if matplotlib is missing.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ except ImportError:
 ALARM, BLUE, ORANGE, FAINT, GREY = "#d55e00", "#0072b2", "#e69f00", "#767676", "#bcbcbc"
 
 FEW = 12
-"""Lines up to which a legend names each; of more a colour bar names some."""
+"""Up to this many lines, a legend names each; beyond it, a colour bar names some of them."""
 
 _offscreen: ContextVar[bool] = ContextVar("_offscreen", default=False)
 
 
 @contextmanager
 def offscreen() -> Iterator[None]:
-    """Make new figures outside of pyplot: for pictures that go to a file, from any thread."""
+    """Make new figures without pyplot, inside the `with`: for files, and in any thread."""
     token = _offscreen.set(True)
     try:
         yield
@@ -99,7 +99,7 @@ def save(picture: Any, path: str | Path, dpi: int = 150) -> Path:
 def new_figure(fig: Any, width: float, height: float) -> Any:
     """Return `fig`, or a new figure: pyplot's, so that notebooks show it, unless `offscreen()`.
 
-    An empty Figure without a layout gets one, or names would be cut off at its edge.
+    An empty Figure without a layout gets one, because names would be cut off at its edge.
     """
     if fig is None:
         make = Figure if _offscreen.get() else _pyplot().figure
@@ -117,24 +117,24 @@ def new_axes(ax: Any, width: float = 10, height: float = 4) -> Any:
 
 
 def _pyplot() -> Any:
-    """Return matplotlib.pyplot, imported late: it chooses a backend."""
+    """Return matplotlib.pyplot. Importing it chooses a backend, so it is imported late."""
     import matplotlib.pyplot
 
     return matplotlib.pyplot
 
 
 def _leave_pyplot(figure: Any) -> None:
-    """Take `figure` from pyplot before IPython shows it, so that a notebook shows it once.
+    """Close `figure` in pyplot before IPython shows it, so that a notebook shows it once.
 
-    The inline backend would show it again at the end of the cell. NotImplementedError makes IPython
-    go on and show it in the formats that the user has chosen.
+    Otherwise the inline backend shows it again at the end of the cell. NotImplementedError makes
+    IPython show the figure in the formats that the user has chosen.
     """
     if "inline" in _pyplot().get_backend():  # windows of other backends stay open
         _pyplot().close(figure)
     raise NotImplementedError
 
 
-# --- what axes have in common
+# --- axes
 
 
 def title(ax: Any, text: str) -> None:
@@ -147,16 +147,16 @@ def title(ax: Any, text: str) -> None:
 
 
 def nothing(ax: Any, why: str = "nothing was recorded") -> Any:
-    """Have `ax` say why it is empty; return it."""
+    """Write on `ax` why it is empty, and hide its axes; return it."""
     ax.text(0.5, 0.5, why, transform=ax.transAxes, ha="center", fontsize=9, color=FAINT)
     ax.set_axis_off()
     return ax
 
 
 def label(record: Record, row: int, width: int = 32) -> str:
-    """Return a layer's name and type on one line; of a long one the end, since ends differ.
+    """Return a layer's name and type in one line, of which at most the last `width` characters.
 
-    Dollar signs are escaped: matplotlib reads formulas between two.
+    Dollar signs are escaped, because matplotlib reads text between two of them as a formula.
     """
     text = " ".join(record.labels[row].split())
     text = text if len(text) <= width else f"…{text[1 - width :]}"
@@ -164,13 +164,13 @@ def label(record: Record, row: int, width: int = 32) -> str:
 
 
 def name_layers(axis: Any, record: Record, rows: Sequence[int], most: int, **style: Any) -> None:
-    """Name every n-th of `rows` at a tick, so that at most `most` are named."""
+    """Label every n-th tick with the name of its row, so that at most `most` are labelled."""
     ticks = range(0, len(rows), -(-len(rows) // most) or 1)
     axis.set_ticks([*ticks], [label(record, rows[i]) for i in ticks], fontsize=7, **style)
 
 
 def colours(n: int) -> Any:
-    """Return `n` colours from the first layer (dark) to the last, all visible on white."""
+    """Return `n` colours, dark for the first layer to light for the last, visible on white."""
     return mpl.colormaps["viridis"](np.linspace(0.1, 0.9, n))
 
 
@@ -186,7 +186,7 @@ def layer_key(ax: Any, record: Record, rows: Sequence[int]) -> None:
 
 
 def step_edges(steps: Ints) -> Floats:
-    """Return (n + 1,) edges of the cells of `steps`: each reaches to the next record."""
+    """Return (n + 1,) edges of the cells of `steps`; a cell ends where the next one begins."""
     width = float(np.median(np.diff(steps))) if len(steps) > 1 else 1.0
     return np.append(steps.astype(np.float64), steps[-1] + width)
 
@@ -197,14 +197,14 @@ def mark_steps(ax: Any, record: Record | None) -> None:
     ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     if record is None or not len(record):
         return
-    again = np.diff(record.iters) < 0  # another fit counts batches, and epochs, from 0
+    again = np.diff(record.iters) < 0  # a new fit counts batches and epochs from 0 again
     starts = record.steps[1:][(np.diff(record.epochs) != 0) | again]
     for step in starts[:: -(-len(starts) // 12) or 1]:
         ax.axvline(step, color=FAINT, lw=0.7, ls=":")
 
 
 def mark_broken(ax: Any, edges: Floats, broken: Any) -> None:
-    """Draw a vermilion bar on top over the cells between `edges` that are `broken`, (n,) bool."""
+    """Draw a vermilion bar at the top over each `broken` cell; (n + 1,) `edges`, (n,) bool."""
     if broken.any():
         style = {"step": "post", "transform": ax.get_xaxis_transform(), "color": ALARM, "lw": 0}
         ax.fill_between(edges, 0.96, 1, where=np.append(broken, broken[-1]), **style)
@@ -212,7 +212,10 @@ def mark_broken(ax: Any, edges: Floats, broken: Any) -> None:
 
 
 def fit_scale(ax: Any, values: Floats, ratio: float = 100) -> None:
-    """Set a log scale, or a signed one, if few of `values` are `ratio` times as large as most."""
+    """Set a log scale if positive `values` span more than `ratio`; a signed one for outliers.
+
+    An outlier is `ratio` times as large as the 75th percentile of the absolute values.
+    """
     values = values[np.isfinite(values)]
     sizes = np.abs(values[values != 0])
     usual = np.percentile(sizes, 75) if len(sizes) else np.inf
@@ -222,7 +225,7 @@ def fit_scale(ax: Any, values: Floats, ratio: float = 100) -> None:
         ax.set_yscale("symlog", linthresh=10 ** np.ceil(np.log10(usual)))
 
 
-# --- what is drawn, as arrays
+# --- arrays to draw
 
 
 def nonfinite(record: Record) -> Any:
@@ -238,13 +241,13 @@ def log10(values: Floats) -> Floats:
 
 
 def matrices(record: Record) -> list[int]:
-    """Return the rows of parameters of two dimensions or more, by which a rate is judged."""
+    """Return the rows of parameters with two or more dimensions."""
     ndim = record.meta.get("ndim", [2] * len(record.names))
     return [i for i, n in enumerate(ndim) if n > 1]
 
 
 def columns_of(who: str, record: Record, steps: Sequence[int]) -> list[int]:
-    """Return the columns nearest to `steps`, in order; raise an OptionError of `who` for others."""
+    """Return the columns nearest to `steps`, sorted; raise an OptionError outside the run."""
     first, last = int(record.steps[0]), int(step_edges(record.steps)[-1]) - 1
     what = "an optimizer step that was recorded; the nearest record is taken"
     known = [check_number(who, "step", s, first, last, whole=True, what=what) for s in steps]

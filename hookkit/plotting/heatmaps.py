@@ -1,4 +1,4 @@
-"""Draw the whole run at a glance: layer × step heat-maps, with epochs and findings marked."""
+"""Draw heat-maps of the whole run, layer × step, with epochs and findings marked."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MEANINGS = {GREY: "no value", "black": "all zero, or did not move", ALARM: "NaN or Inf"}
-"""What the colours mean that are not on the colour bars."""
+"""Colours that are not on the colour bar → what they mean."""
 
 
 def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None) -> Figure:
     """Draw the whole run at a glance: layer × step heat-maps of activations, gradients and updates.
 
-    Colour is log10 RMS of outputs and of their gradients, and log10 of update:weight of matrices,
-    whose map is pale at the healthy −3, green below and purple above. Grey: the layer did not run,
-    or no gradient reached it; black: all zero, or not moved; vermilion: NaN or Inf. In a long run a
-    cell shows the largest of several records; the title says how many. The least and the largest
-    0.5 % of values share the colours at the ends. The first six findings are listed below the maps;
-    at the right, the number of each stands above dashes beside the layers that it names.
+    Colour shows log10 of the RMS of outputs and of their gradients, and log10 of the update:weight
+    ratio of matrices: pale at the healthy −3, green below, purple above. Grey: the layer did not
+    run, or got no gradient. Black: all values were zero, or the weight did not move. Vermilion: NaN
+    or Inf. In a long run a cell shows the largest of several records; the title says how many. The
+    smallest and largest 0.5 % of RMS values have the colours of the ends. The first six findings
+    are listed below the maps; dashes at the right mark the layers of each, under its number.
 
     Args:
-        run: a Run, a Record, a recorder or a driver.
-        findings: what to mark; default `diagnose(run)`, and `[]` marks nothing.
+        run: a Run, a Record, a recorder, a Watcher or a Learner.
+        findings: the findings to mark; default `diagnose(run)`; `[]` marks nothing.
         fig: an empty Figure or SubFigure to draw on.
 
     Returns:
-        The Figure, with a panel and a colour bar for each record that is there.
+        The Figure, with a panel and a colour bar for each Record of the run.
     """
     run = as_run(run)
     found = list(diagnose(run) if findings is None else findings)[:6]
@@ -64,7 +64,7 @@ def plot_run(run: Any, *, findings: Sequence[Any] | None = None, fig: Any = None
                 ax.text(x, 1.02, f"{number}", fontsize=7, ha="center", transform=ax.transAxes)
         figures.mark_steps(ax, record)
         ax.xaxis.label.set_visible(ax is axes[-1])
-    edge = {"ec": mpl.rcParams["text.color"], "lw": 0.5}  # black is seen on a dark ground, too
+    edge = {"ec": mpl.rcParams["text.color"], "lw": 0.5}  # shows black on a dark background
     patches = [Patch(fc=c, label=text, **edge) for c, text in MEANINGS.items() if c in special]
     if patches:
         fig.legend(handles=patches, fontsize=8, frameon=False, ncols=3, loc="outside upper right")
@@ -81,11 +81,12 @@ def _heat(ax: Any, record: Record, rows: list[int]) -> set[str]:
     if not param:
         seen = table[np.isfinite(table)]
         low, high = map(float, np.percentile(seen, (0.5, 99.5)) if len(seen) else (0, 1))
-        short = max(0.0, 1.0 - (high - low)) / 2  # of a colour bar that is one decade long
+        short = max(0.0, 1.0 - (high - low)) / 2  # the colour bar spans at least one decade
         low, high = low - short, high + short
+    # the colour map is black below `low`, for log10(0), and vermilion above `high`, for NaN and Inf
     cells = np.where(np.isneginf(table), low - 9, np.clip(table, low, high))
     cells[figures.nonfinite(record)[rows]] = high + 9
-    every = -(-len(record) // 800)  # a wide figure has as many pixels
+    every = -(-len(record) // 800)  # records per cell: a wide figure has about 800 pixels
     starts = np.arange(0, len(record), every)
     cells = np.fmax.reduceat(cells, starts, axis=1)
     name, end = ("PRGn_r", 0.1) if param else ("viridis", 0.0)
@@ -100,7 +101,7 @@ def _heat(ax: Any, record: Record, rows: list[int]) -> set[str]:
     head = "Update : weight of matrices" if param else f"RMS of {record.kind}s"
     figures.title(ax, head + f", each cell the largest of {every} records" * (every > 1))
     ax.grid(False)
-    ax.set_ylim(len(rows) - 0.5, -0.5)  # input on top, as in a summary
+    ax.set_ylim(len(rows) - 0.5, -0.5)  # the first layer is on top, as in a summary
     figures.name_layers(ax.yaxis, record, rows, 22)
     there = {GREY: np.isnan(cells), "black": cells < low, ALARM: cells > high}
     return {colour for colour, where in there.items() if where.any()}

@@ -1,4 +1,4 @@
-"""Draw lines: one for each layer, over steps or through the net; the loss; what `lr_find` found."""
+"""Draw lines: one per layer, over steps or over depth; the loss; the suggestions of `lr_find`."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def plot_stats(record: Any, *, fig: Any = None) -> Figure:
 
 
 def plot_updates(record: Any, *, ax: Any = None) -> Axes:
-    """Draw log10 of update:weight of every matrix over steps; a healthy pace is −3.
+    """Draw log10 of the update:weight ratio of every matrix over steps; −3 is healthy.
 
-    Vectors (biases, norms) are not drawn: their updates say little about the learning rate. The
-    line of a matrix that begins at 0 begins high, whatever the rate.
+    Vectors (biases, norms) are not drawn: their updates say little about the learning rate. A
+    matrix that was initialised with zeros has a high ratio at first, at any learning rate.
     Source: Karpathy's makemore, part 3; cs231n, "ratio of weights:updates".
 
     Args:
-        record: of parameters, a Run, a Record, a recorder, a Watcher or a Learner.
+        record: a Run, a Record of parameters, a recorder, a Watcher or a Learner.
         ax: where to draw; a new figure by default.
 
     Returns:
@@ -63,13 +63,13 @@ def plot_updates(record: Any, *, ax: Any = None) -> Axes:
 
 
 def plot_dead(record: Any, *, ax: Any = None) -> Axes:
-    """Draw the share of each layer's units that are dead, in per cent.
+    """Draw the percentage of dead units of each layer over steps.
 
-    A unit of a ReLU, or of a layer that a ReLU alone reads, is dead if it was never above 0 in the
-    last `window` records of `ActivationStats` (at the beginning in half of that). There is one
-    point for each half window, unless it ends with NaN or Inf.
+    A unit of a ReLU, or of a layer that only a ReLU reads, is dead if it was never above 0 in the
+    last `window` records of `ActivationStats` (at first, in half a window). There is one point for
+    each half window, unless it ends with NaN or Inf.
 
-    If units were not recorded, the share of values near zero is drawn; the title says so.
+    If units were not recorded, draw the percentage of values near zero; the title says so.
 
     Args:
         record: a Run, a Record, a recorder, a Watcher or a Learner.
@@ -85,8 +85,8 @@ def plot_dead(record: Any, *, ax: Any = None) -> Axes:
         _lines(ax, record, 100 * record.value("near_zero"), head, ylabel="% of values")
     else:
         window = int(record.meta.get("window", 1))
-        # a column may merge several records; within a half window shares fall, as it grows: each
-        # is drawn where its half window ends
+        # Within a half window the share of dead units falls, because more records are counted. So
+        # only the value at its end is drawn. `spans`, since a column may merge several records.
         halves = (np.cumsum(record.spans) - 1) // max(window // 2, 1)
         ends = np.append(np.diff(halves) > 0, True)
         dead = np.where(ends & ~figures.nonfinite(record), 100 * dead, np.nan)
@@ -97,9 +97,10 @@ def plot_dead(record: Any, *, ax: Any = None) -> Axes:
 
 
 def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Figure:
-    """Draw mean, standard deviation and share near zero of one layer over steps.
+    """Draw mean, standard deviation and fraction near zero of one layer over steps.
 
-    As fastai's `ActivationStats.plot_layer_stats` (2.8), with true steps, and `|x|` for near zero.
+    Like fastai's `ActivationStats.plot_layer_stats` (2.8), but over optimizer steps, and with `|x|`
+    for near zero.
 
     Args:
         record: a Run, a Record, a recorder, a Watcher or a Learner.
@@ -125,14 +126,14 @@ def plot_layer_stats(record: Any, layer: int | str, *, fig: Any = None) -> Figur
 
 
 def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None) -> Figure:
-    """Draw RMS through the depth of the net, forward (outputs) and backward (their gradients).
+    """Draw the RMS of each layer in the order of layers: of outputs, and of their gradients.
 
-    A level line is healthy; a slope is a signal that vanishes or explodes. Beyond 30 layers, which
-    may be unlike their neighbours, there are points only. A layer without a point did not run, gave
-    zeros only, or NaN or Inf.
+    A level line is healthy; a slope means that the signal vanishes or explodes. More than 30 layers
+    are drawn as points without lines. A layer without a point did not run, or its values were all
+    zero, or had NaN or Inf.
 
     Args:
-        run: a Run, a Record, a recorder or a driver.
+        run: a Run, a Record, a recorder, a Watcher or a Learner.
         steps: optimizer steps to draw (the nearest records); default 0, 1, 10, 100, … and the last.
         fig: an empty Figure or SubFigure.
 
@@ -144,7 +145,7 @@ def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None)
     """
     run = as_run(run)
     panels = {"Forward": run.activations, "Backward": run.gradients}
-    columns: dict[str, list[int]] = {}  # before the figure: a refused step leaves no empty one
+    columns: dict[str, list[int]] = {}  # checked first, so that a wrong step leaves no empty figure
     for head, record in panels.items():
         if record and record.names:
             first, last = int(record.steps[0]), int(record.steps[-1])
@@ -161,7 +162,7 @@ def plot_depth(run: Any, steps: Sequence[int] | None = None, *, fig: Any = None)
         ax.set_yscale("log")
         line = "o-" if len(names) <= 30 else "o"
         for j, colour in zip(columns[head], figures.colours(len(columns[head])), strict=True):
-            fine = np.flatnonzero(np.isfinite(rms[:, j]))  # lines pass over the others
+            fine = np.flatnonzero(np.isfinite(rms[:, j]))  # the line skips layers without a value
             label = f"{record.steps[j]}"
             ax.plot(fine, rms[fine, j], line, color=colour, ms=3, lw=1.4, label=label)
         figures.name_layers(ax.xaxis, record, names, 24, rotation=90)
@@ -176,22 +177,22 @@ def plot_loss(
 ) -> Any:
     """Draw training and validation loss over steps, and below it the global gradient norm.
 
-    Grey is each value, blue a running median over about a fortieth of the run: a spike does not
-    move it. A vermilion bar marks NaN and Inf. If the step of a validation is not known, epochs are
-    taken to be equally long.
+    Each value is grey; a running median over about a fortieth of the run, which spikes do not move,
+    is blue. A vermilion bar marks NaN and Inf. If the step of a validation is not known, it is
+    drawn as if epochs were equally long.
 
     Args:
-        run: a Run, a recorder or a driver.
+        run: a Run, a Record, a recorder, a Watcher or a Learner.
         skip_start: how many steps to leave out at the beginning.
         with_valid: whether to draw the validation loss.
-        ax: draws the loss alone, here; the result is this Axes.
+        ax: where to draw the loss without the gradient norm.
         fig: an empty Figure or SubFigure.
 
     Returns:
         The Figure, or `ax`.
 
     Raises:
-        OptionError: `skip_start` is negative, or leaves nothing of the losses.
+        OptionError: `skip_start` is negative, or not smaller than the number of losses.
     """
     run = as_run(run)
     losses = np.zeros(0) if run.losses is None else np.asarray(run.losses, dtype=np.float64)
@@ -210,16 +211,16 @@ def plot_loss(
         axes = fig.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
         panels = [*zip(axes, (losses, norms), ("training loss", "gradient norm"), strict=False)]
     for one, values, name in panels:
-        _one_line(one, values, name, skip_start, valid if name == "training loss" else [])
+        _loss_panel(one, values, name, skip_start, valid if name == "training loss" else [])
         figures.mark_steps(one, run.records[0] if run.records else None)
         one.xaxis.label.set_visible(one is panels[-1][0])
     return fig if ax is None else ax
 
 
-def _one_line(
+def _loss_panel(
     ax: Any, values: Floats, name: str, skip: int, valid: Sequence[tuple[float, float]]
 ) -> None:
-    """Draw each value and, from 30 on, a running median; validation losses as points."""
+    """Draw one panel of `plot_loss`; with fewer than 30 values, there is no running median."""
     figures.title(ax, name.capitalize())
     at = np.flatnonzero(np.isfinite(values) & (np.arange(len(values)) >= skip))
     points = np.array([p for p in valid if p[0] >= skip]).reshape(-1, 2)
@@ -230,8 +231,8 @@ def _one_line(
     ax.plot(at, values[at], color=FAINT, lw=0.7, marker="." if few else "", label=name)
     if not few:
         half = min(len(at) // 80, 500) + 2
-        some = np.arange(0, len(at), -(-len(at) // 2000))  # more are not seen
-        reach = np.minimum(some, half)  # narrower at the start: the median must not lag there
+        some = np.arange(0, len(at), -(-len(at) // 2000))  # 2000 points are as many as one can see
+        reach = np.minimum(some, half)  # centred at the start, too, where the loss falls fast
         pairs = zip(some, reach, strict=True)
         middle = [np.median(values[at[i - k : i + k + 1]]) for i, k in pairs]
         label = f"running median of {2 * half + 1} values"
@@ -242,7 +243,7 @@ def _one_line(
     if len(bad):
         style = {"color": figures.ALARM, "transform": ax.get_xaxis_transform()}
         ax.plot(bad, np.full(len(bad), 0.97), "x", label="validation: NaN or Inf", **style)
-    ratio = 100 if name == "training loss" else 5  # norms differ by factors
+    ratio = 100 if name == "training loss" else 5  # of gradient norms, factors matter
     figures.fit_scale(ax, np.append(values[at], points[:, 1]), ratio)
     broken, lost = np.isinf(values), nan_from(values)
     broken[len(values) if lost is None else lost :] = True
@@ -253,9 +254,9 @@ def _one_line(
 def plot_lr_find(
     lrs: Floats, losses: Floats, suggested: dict[str, float], *, ax: Any = None
 ) -> Axes:
-    """Draw the smoothed loss against the learning rate, and the suggestions by name; the Axes.
+    """Draw the smoothed loss and the named suggestions over the learning rate; return the Axes.
 
-    The last five batches, at which the loss is out of hand, are left out.
+    The last five batches, in which the loss explodes, are left out.
     """
     ax = new_axes(ax, 7, 4)
     figures.title(ax, "Loss, smoothed, as the learning rate grows")
@@ -283,9 +284,9 @@ def _lines(
     ylabel: str = "",
     style: str | None = None,
 ) -> None:
-    """Draw a line over steps for each of `rows` that has a finite value; lines pass over others.
+    """Draw a line over steps for each of `rows`, through its finite values.
 
-    Without a `style` the lines of a long run are smoothed: the noise of one would hide all others.
+    Without a `style`, lines of a long run are smoothed: the noise of one would hide the others.
     """
     rows = [*range(len(record.names))] if rows is None else [*rows]
     shown = [i for i in rows if np.isfinite(table[i]).any()]
@@ -301,7 +302,7 @@ def _lines(
     for i, colour in zip(shown, figures.colours(len(shown)), strict=True):
         seen = np.isfinite(table[i])
         values, name = table[i][seen], figures.label(record, i)
-        if width > 1:  # the mean of that many values around each, of fewer near both ends
+        if width > 1:  # a running mean of `width` values, fewer near both ends
             kernel = np.ones(min(width, len(values)))
             n = np.convolve(np.ones(len(values)), kernel, "same")
             values = np.convolve(values, kernel, "same") / n
@@ -310,6 +311,6 @@ def _lines(
     figures.mark_steps(ax, record)
     broken, edges = figures.nonfinite(record)[rows].any(axis=0), figures.step_edges(record.steps)
     figures.mark_broken(ax, edges, broken)
-    ax.set_xlim(edges[0], edges[-1])  # also where the first, or last, have no value
+    ax.set_xlim(edges[0], edges[-1])  # all records, even if the first or last have no value
     if key:
         figures.layer_key(ax, record, shown)

@@ -1,13 +1,13 @@
-"""What was recorded, as plain values: `Record` (layers × steps), `Run`, `Incident`.
+"""Everything recorded, as plain values: `Record` (layers × steps), `Run`, `Incident`.
 
-Numpy arrays, strings and dicts only: no tensor, no module, no device. So a record can be built by
-hand, pickled, saved, drawn and judged, long after the model is gone.
+They hold numpy arrays, strings and dicts only: no tensor, no module, no device. So a record can be
+built by hand, pickled, saved, drawn and diagnosed after the model is gone.
 
     plain     read-only arrays, equality, labels
-    logs      what is new, sent to TensorBoard, a tracker, a file that grows
+    logs      sends new values to TensorBoard, a tracker, or a file
     run       Record, Run, Incident, and their methods; as_run of any source
-    npz       a run in an .npz file
-    joining   two runs as one: `run + later`
+    npz       writes and reads a run in an .npz file
+    joining   `run + later`: two runs as one
 """
 
 from hookkit.records.plain import Floats, Ints, label

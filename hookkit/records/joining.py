@@ -1,4 +1,4 @@
-"""Two runs that follow each other as one: what `run + later` is made of."""
+"""`join`: the implementation of `run + later`, two runs that follow each other as one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def join(run: Run, later: Run) -> Run:
         a, b = getattr(run, name), getattr(later, name)
         if a is not None or b is not None:
             whole = fields[name] = np.full(shift["step"] + later.n_steps, np.nan)
-            for start, part in ((shift["step"], b), (0, a)):  # a later run's first steps are NaN
+            for start, part in ((shift["step"], b), (0, a)):  # `a` overwrites a resumed run's NaN
                 if part is not None:
                     whole[start : start + len(part)] = part
     rows = [{k: x + shift[k] if k in shift else x for k, x in r.items()} for r in later.valid]
@@ -44,7 +44,7 @@ def join(run: Run, later: Run) -> Run:
     for incident in later.incidents:
         at: dict[str, Any] = {key: getattr(incident, key) + by for key, by in shift.items()}
         moved.append(replace(incident, steps=incident.steps + shift["step"], **at))
-    # facts of the later run, or of the first if the later one knows none; but counts add up
+    # a fact of the later run wins, if it is known; counts add up
     known = {key: x for key, x in later.info.items() if x is not None and x != []}
     info = {**later.info, **run.info, **known}
     lost = [r.info.get("nan_losses") or [0, _n_batches(r)] for r in (run, later)]
@@ -60,16 +60,16 @@ def join(run: Run, later: Run) -> Run:
 
 
 def _n_batches(run: Run) -> int:
-    """Return how many training batches a run had, if only up to its last record."""
+    """Return the number of training batches of a run, or of those up to its last record."""
     lasts = [int(r.iters[-1]) + 1 for r in run.records if len(r)]
     return int(run.info.get("train_iter", max(lasts, default=0)))
 
 
 def _joined_record(a: Record | None, b: Record | None, shift: dict[str, int]) -> Record | None:
-    """Return the columns of `a`, then those of `b` with their numbers moved.
+    """Return the columns of `a`, then the columns of `b` with `shift` added to their numbers.
 
     Raises:
-        OptionError: they have other layers, statistics or options.
+        OptionError: the two have other layers, statistics or options.
     """
     if b is not None:
         b = replace(b, **{f"{key}s": getattr(b, f"{key}s") + by for key, by in shift.items()})
@@ -94,7 +94,7 @@ def _joined_record(a: Record | None, b: Record | None, shift: dict[str, int]) ->
     for key, x in a.meta.items():
         if isinstance(x, dict):
             meta[key] = {**x, **meta[key]}
-        elif key in ("constant", "input_rms"):  # how a training began
+        elif key in ("constant", "input_rms"):  # facts of the first step of a training
             meta[key] = x
         elif key == "moved":
             meta[key] = [one or other for one, other in zip(x, meta[key], strict=True)]

@@ -1,6 +1,6 @@
-"""The numbers of a Record or Run by step, and the targets that take them.
+"""Send the numbers of a Record or Run, by step, to a tracker or a file.
 
-No tracker is imported: a target is known by its methods.
+No tracker is imported: a target is recognised by its methods.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _PLAIN = str.maketrans({"[": "-", "]": None, "'": None})  # mlflow refuses brack
 def send(
     writer: Any, run: Any, sent: dict[str, int], statistics: Any = None, layers: Any = None
 ) -> None:
-    """Send to `writer` the scalars that a Record or Run has after the steps in `sent`.
+    """Send the scalars of a Record or Run that `sent` says are new to `writer`.
 
     Args:
-        writer, statistics, layers: as `Reportable.log_to` takes them.
+        writer, statistics, layers: as in `Reportable.log_to`.
         run: a Record or a Run.
-        sent: the last step sent of each series, by its name; brought up to date.
+        sent: name of a series → the last step that was sent; updated in place.
     """
     write = writer_of("log_to", writer)
     rows: dict[int, dict[str, float]] = defaultdict(dict)
     for name, steps, values in _series(run, statistics, layers):
         for i in np.flatnonzero(np.isfinite(values) & (steps > sent.get(name, -1))):
             rows[int(steps[i])][name] = float(values[i])
-    # wandb drops a step before its last one: a value that comes late is sent with that one
+    # wandb drops values of a step before its last one, so a late value is sent with the last step
     least = max(sent.values(), default=0) if hasattr(writer, "log") else 0
     for step in sorted(rows):
         write(max(step, least), rows[step])
@@ -48,7 +48,7 @@ def send(
 
 
 def _series(run: Any, statistics: Any, layers: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, steps and values of every series that is logged."""
+    """Yield the name, steps and values of every series to log."""
     for name, values in (("loss", "losses"), ("grad_norm", "grad_norms")):
         if (series := getattr(run, values, None)) is not None:
             yield name, np.arange(len(series)), series
@@ -83,7 +83,7 @@ def _series(run: Any, statistics: Any, layers: Any) -> Iterator[tuple[str, Any, 
 
 
 def _chosen(what: str, names: Any, run: Any, known: list[str]) -> list[str] | None:
-    """Return the user's names as a list, None for all; an OptionError if one is not recorded."""
+    """Return the user's names as a list, or None for all; check that each was recorded."""
     if names is None:
         return None
     chosen, empty = name_list(names), not all(len(record) for record in run.records)
@@ -102,12 +102,12 @@ def name_list(names: Any) -> list[str]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether `pattern` is `name`, or a module around it, or a glob of it."""
+    """Return whether `pattern` is `name`, a module that contains it, or a glob that matches it."""
     inside = name == pattern or name.startswith(f"{pattern}.")
     return inside or compile_glob(pattern).fullmatch(name) is not None
 
 
-# TensorBoard's method; mlflow's, Comet's and Lightning's; wandb's, trackio's and accelerate's
+# method → a call that it must accept: of TensorBoard; mlflow, Comet, Lightning; wandb, accelerate
 _METHODS: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
     "add_scalar": (("name", 0.0, 0), {}),
     "log_metrics": (({},), {"step": 0}),
@@ -116,11 +116,11 @@ _METHODS: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
 
 
 def writer_of(who: str, target: Any) -> Callable[[int, dict[str, float]], None]:
-    """Return `write(step, {name: value})` for the target that a user gave to `who`.
+    """Return a function `write(step, {name: value})` for the target that a user gave to `who`.
 
     Raises:
-        ArgumentError: it is no file, and none of its methods can be called so.
-        OptionError: a file has another ending.
+        ArgumentError: `target` is neither a path nor an object with one of these methods.
+        OptionError: a path does not end in `.jsonl`.
     """
     if isinstance(target, (str, os.PathLike)):
         path = check_path(who, target, "target")
@@ -152,9 +152,12 @@ def writer_of(who: str, target: Any) -> Callable[[int, dict[str, float]], None]:
 
 
 def _takes(method: Any, args: tuple[Any, ...], kwargs: dict[str, int]) -> bool:
-    """Return whether a method takes these, by its signature: loggers and tensors have a `log`."""
+    """Return whether the signature of `method` accepts the arguments.
+
+    A `log` method alone proves nothing: loggers and tensors have one, too.
+    """
     try:
-        # not followed: before `wandb.init` wandb.log wraps the method of a run, with its `self`
+        # before `wandb.init`, `wandb.log` wraps an unbound method: its signature would have `self`
         inspect.signature(method, follow_wrapped=False).bind(*args, **kwargs)
     except (TypeError, ValueError):  # no callable, without a signature, or another one
         return False

@@ -1,4 +1,4 @@
-"""What the values of this folder share: array types, equality, read-only arrays, layer labels."""
+"""Helpers of the values in this folder: array types, equality, read-only arrays, layer labels."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Ints = npt.NDArray[np.int64]
 
 
 class PlainValue:
-    """Make the frozen dataclasses here equal if all fields are, and their arrays read-only.
+    """Base of the frozen dataclasses here: equal if all fields are equal; arrays are read-only.
 
-    An array that is given stays as it is: a value holds a read-only view of it. So nobody can
-    change what a recorder hands out again. To change an array, copy it: `record.hist.copy()`.
+    A value holds a read-only view of each array, and the array itself stays writable. So nobody can
+    change a record that a recorder has cached. To change an array, copy it: `record.hist.copy()`.
     """
 
     def __post_init__(self) -> None:
@@ -32,7 +32,7 @@ class PlainValue:
 
 
 def read_only(x: Any) -> Any:
-    """Return a view of an array that cannot be written to; anything else as it is."""
+    """Return a read-only view of an array; return any other object as it is."""
     if isinstance(x, np.ndarray):
         x = x.view()
         x.flags.writeable = False
@@ -52,7 +52,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def label(name: str, kind: str) -> str:
-    """Return a layer's name and the class of its module, as pictures, pages and messages do.
+    """Return the label of a layer in pictures, pages and messages: its name and class.
 
     >>> label("0", "Conv2d"), label("", "Net"), label("features.0", "")
     ('0 Conv2d', '(model) Net', 'features.0')

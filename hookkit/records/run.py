@@ -1,7 +1,7 @@
-"""`Record`: what one recorder saw. `Run`: all that is known of a training. `Incident`: a first NaN.
+"""`Record`: the data of one recorder. `Run`: all data of a training. `Incident`: its first NaN.
 
-`as_run` makes a Run of any source: a Run, a Record, or an object with a method `run_record()` (a
-Learner, a Watcher) or `record()` (a recorder). `Reportable` has the methods of all sources.
+`as_run` returns the Run of any source: a Run, a Record, or an object with a method `run_record()`
+(a Learner, a Watcher) or `record()` (a recorder). All sources inherit methods from `Reportable`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SLOTS = {"activation": "activations", "gradient": "gradients", "param": "params"
 KINDS = tuple(SLOTS)
 
 STATISTICS = ("count", "mean", "std", "rms", "min", "max", "near_zero", "zero", "nonfinite")
-"""What is recorded of activations and gradients: `near_zero`, `zero` are fractions, `count` and
-`nonfinite` numbers."""
+"""Statistics of activations and gradients: `near_zero` and `zero` are fractions of all values;
+`count` and `nonfinite` are numbers of values."""
 
 UNIT_STATISTICS = ("dead", "saturated")
 """Recorded with `units=True`. `dead`: the fraction of a layer's units (channels) that were never
-above 0 over a window of records, of a ReLU and of a layer that a ReLU alone reads. `saturated`: the
+above 0 in a window of records; of a ReLU, or of a layer that only a ReLU reads. `saturated`: the
 fraction of the values of a bounded activation (Tanh, Sigmoid, …) at the flat ends of its range.
 """
 
@@ -56,13 +56,15 @@ PARAM_STATISTICS = (
 
 
 class Reportable:
-    """Give whatever holds records its methods: send them to tools, save, judge and draw them.
+    """Base of all sources of records: methods that export, save, diagnose and draw them.
 
-    The files that do it build on this one; they are imported when a method is called.
+    The files that do the work import this one, so each method imports its file when called.
     """
 
     def to_df(self) -> DataFrame:
-        """Return a pandas DataFrame: step, epoch, layer, kind, statistic, value; a value a row.
+        """Return a pandas DataFrame with one value per row.
+
+        Its columns are step, epoch, layer, kind, statistic and value.
 
         Raises:
             MissingExtraError: pandas is not installed.
@@ -84,9 +86,9 @@ class Reportable:
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=names)
 
     def to_csv(self, path: str | Path) -> Path:
-        """Write that DataFrame as CSV; make missing parent folders; return the path."""
+        """Write the DataFrame of `to_df` as CSV, make missing parent folders, return the path."""
         path = check_path("to_csv", path)
-        table = self.to_df()  # before the file is opened: an error here must leave no file
+        table = self.to_df()  # before the file is opened, so an error leaves no file
         with atomic_write(path, text=True) as file:
             table.to_csv(file, index=False, lineterminator="\n")
         return path
@@ -98,15 +100,15 @@ class Reportable:
         statistics: Iterable[str] | None = None,
         layers: Iterable[str] | None = None,
     ) -> None:
-        """Send all that was recorded to a tracker or a file: losses, and a few scalars per layer.
+        """Send everything recorded to a tracker or a file: losses, and a few scalars per layer.
 
-        Each call sends everything. `LogTo` sends what is new, while a model trains. Names are
+        Each call sends everything; the callback `LogTo` sends new values during training. Names are
         `loss`, `grad_norm`, `lr`, `epoch/valid_loss`, `activation/mean/layer1.0`.
 
         Args:
-            writer: a SummaryWriter of torch or tensorboardX; what has `log_metrics(dict, step=)`
-                (mlflow, Lightning's loggers) or `log(dict, step=)` (wandb, trackio); or the path of
-                a `.jsonl` file, to which a line for each step is added. It is not closed.
+            writer: a SummaryWriter of torch or tensorboardX; an object with `log_metrics(dict,
+                step=)` (mlflow, Lightning's loggers) or `log(dict, step=)` (wandb, trackio); or the
+                path of a `.jsonl` file, which gets a line for each step. It is not closed.
             statistics: which scalars of layers, one name or several; None takes about five, []
                 none.
             layers: which layers and parameters, names or globs, as for `select`: `"encoder"`
@@ -114,13 +116,13 @@ class Reportable:
 
         Raises:
             ArgumentError: `writer` is none of these.
-            OptionError: one of `statistics` or `layers` was recorded nowhere; a file has another
+            OptionError: a name in `statistics` or `layers` was not recorded; a path has another
                 ending.
         """
         send(writer, as_run(self), {}, statistics, layers)
 
     def save(self, path: str | Path) -> Path:
-        """Write what was recorded to one compressed `.npz` file, without pickles; return the path.
+        """Write everything recorded to a compressed `.npz` file, without pickles; return the path.
 
         `Run.load` reads it. A Run, a Watcher or a Learner also saves losses, epochs, incidents and
         facts. Missing parent folders are made.
@@ -130,13 +132,13 @@ class Reportable:
         return save(as_run(self), path)
 
     def diagnose(self) -> Diagnosis:
-        """Say what is wrong with the run, if anything: see `hookkit.diagnosis.diagnose`."""
+        """Return what is wrong with the run, a `Diagnosis`: see `hookkit.diagnosis.diagnose`."""
         from hookkit.diagnosis import diagnose
 
         return diagnose(self)
 
     def plot(self, **options: Any) -> Figure:
-        """Draw the whole run at a glance, a Figure: see `hookkit.plotting.plot_run`."""
+        """Draw the whole run in one Figure, and return it: see `hookkit.plotting.plot_run`."""
         from hookkit.plotting import plot_run
 
         return plot_run(self, **options)
@@ -150,25 +152,25 @@ class Reportable:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Record(PlainValue, Reportable):
-    """Hold what one recorder saw: one row per layer, one column per recorded step.
+    """Hold the data of one recorder: one row per layer, one column per recorded step.
 
-    Arrays are read-only views of those given; to change one, `.copy()` it.
+    Its arrays are read-only views of the arguments; to change one, `.copy()` it.
 
     Args:
         kind: `"activation"`, `"gradient"` (of outputs) or `"param"` (weights, grads, updates).
-        names: per row the qualified module (or parameter) name, followed by the leaf's path for
-            further leaves of a structured output (`"lstm[1][0]"`).
-        types: per row the module's class name; for a parameter, that of the owning module.
-        steps: (n,) int64, optimizer step of each record, 0-based and increasing; the first one
-            when several are merged.
+        names: per row the qualified name of a module or parameter. If a module returns several
+            tensors, the further ones have rows with a path: `"lstm[1][0]"`.
+        types: per row the module's class name; for a parameter, the class of its module.
+        steps: (n,) int64, optimizer step of each record, 0-based and increasing; the first step
+            if several are merged.
         epochs: (n,) int64.
         iters: (n,) int64, index of the training batch.
-        spans: (n,) int64, how many recorded steps each record merges (1 until the history halves).
+        spans: (n,) int64, how many recorded steps each record merges; 1 until memory is full.
         values: statistic → (n_layers, n) float64, NaN where the layer did not run.
         hist: (n_layers, n_bins, n) int64 counts, or None.
         edges: (n_bins + 1,) float64, increasing, may begin and end with −inf and inf. Values that
             no bin can hold (NaN, Inf) are in `values["nonfinite"]`.
-        meta: what else is needed to read it (eps, numel of parameters, …).
+        meta: facts about the rows and the options (eps, numel of parameters, …).
 
     Raises:
         ArgumentError: the parts do not fit together.
@@ -216,16 +218,16 @@ class Record(PlainValue, Reportable):
                 )
 
     def __len__(self) -> int:
-        """Return how many recorded steps, or groups of merged ones, there are."""
+        """Return the number of records (columns): recorded steps, or groups of merged ones."""
         return len(self.steps)
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """Return `(self,)`, as a Run of this record alone does."""
+        """Return `(self,)`, so that a Record can be read like a Run."""
         return (self,)
 
     def layer(self, layer: int | str) -> int:
-        """Return the row of `layer`, an index (negative ones count from the end) or a name.
+        """Return the row of `layer`, a name or an index (negative: from the end).
 
         Raises:
             SelectionError: there is no such row; the message has the nearest names.
@@ -245,13 +247,13 @@ class Record(PlainValue, Reportable):
         if not whole or not -n <= layer < n:
             raise SelectionError(
                 f"layer {layer}: {n} layers were recorded. "
-                f"Use an index from {-n} to {n - 1}, or a name: {_some(self.names)}."
+                f"Use an index from {-n} to {n - 1}, or a name: {_quoted(self.names)}."
             )
         return int(layer) % n
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Return per row the name with the module's class, such as `"0 Conv2d"`."""
+        """Return for each row its name and class, such as `"0 Conv2d"`."""
         return tuple(label(*row) for row in zip(self.names, self.types, strict=True))
 
     def value(self, statistic: str, layer: int | str | None = None) -> Floats:
@@ -267,7 +269,7 @@ class Record(PlainValue, Reportable):
             elif statistic in PARAM_STATISTICS:
                 cure = "`ParamStats()` records it."
             raise SelectionError(
-                f'statistic "{statistic}" was not recorded; {_some(self.values)} were. {cure}'
+                f'statistic "{statistic}" was not recorded; {_quoted(self.values)} were. {cure}'
             )
         table = self.values[statistic]
         return table if layer is None else table[self.layer(layer)]
@@ -283,21 +285,21 @@ class Record(PlainValue, Reportable):
 
 @dataclass(frozen=True, eq=False)
 class Incident(PlainValue):
-    """Tell of the first NaN or Inf of a run: where it began, when, and the steps before it.
+    """Describe the first NaN or Inf of a run: where and when it began, and the steps before it.
 
     Args:
-        kind: `"activation"`, `"gradient"`, `"parameter"` or `"loss"`, what was not finite.
-        name: the first module in execution order that made it (`""`: only the loss itself).
+        kind: what was not finite: `"activation"`, `"gradient"`, `"parameter"` or `"loss"`.
+        name: the first module in execution order that made it; `""` if only the loss did.
         type: that module's class name.
         step: optimizer step, 0-based.
         epoch: 0-based.
         iter: index of the training batch.
         others: further modules that were not finite in the same step, in execution order.
         steps: (k,) int64, the optimizer steps before it, oldest first.
-        history: module name → (k,) float64 RMS of its outputs (gradients) in those steps.
-        note: one line in words.
-        origin: what made it: `"data"`, `"param"`, `"function"`, `"gradient"`, `"loss"`, or "" if it
-            is not known.
+        history: module name → (k,) float64 RMS of its outputs (gradients) in `steps`.
+        note: an explanation in one line.
+        origin: its cause: `"data"`, `"param"`, `"function"`, `"gradient"`, `"loss"`, or "" if it is
+            not known.
     """
 
     kind: str
@@ -326,22 +328,22 @@ class Incident(PlainValue):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Run(PlainValue, Reportable):
-    """Hold everything known of one training: what a diagnosis, a picture or a report reads.
+    """Hold all data of one training: the input of the diagnosis, the pictures and the report.
 
-    Arrays are read-only views of those given; to change one, `.copy()` it.
+    Its arrays are read-only views of the arguments; to change one, `.copy()` it.
 
     Args:
-        activations: of module outputs.
-        gradients: of module outputs' gradients.
-        params: of weights, their gradients and updates.
+        activations: the Record of module outputs.
+        gradients: the Record of the gradients of module outputs.
+        params: the Record of weights, their gradients and updates.
         losses: (n_steps,) float64 training loss by optimizer step, NaN where unknown.
-        valid: per epoch a dict such as `{"epoch": 0, "step": 99, "valid_loss": …}`: its number,
-            its last step where that is known, `train_loss`, and what the loop reported of it. An
+        valid: a dict per epoch, such as `{"epoch": 0, "step": 99, "valid_loss": …}`: its number,
+            its last step if that is known, `train_loss`, and the values that the loop reported. An
             epoch with several validations has a dict for each.
-        grad_norms: (n_steps,) float64 global gradient norm, NaN where unknown. Where a long record
-            merged steps, the norm of the parameters' mean norms, at the first of these steps.
-        incidents: from the flight recorder.
-        info: model name, number of classes, optimizer, learning rates, versions, output facts, …
+        grad_norms: (n_steps,) float64 global gradient norm, NaN where unknown. If a long record
+            merged steps, their first step has the norm of the parameters' mean norms.
+        incidents: the incidents of the flight recorder.
+        info: model name, number of classes, optimizer, learning rates, versions, …
 
     >>> run = Run(losses=np.linspace(2.3, 0.1, 50))
     >>> run
@@ -364,7 +366,7 @@ class Run(PlainValue, Reportable):
         """Return the run that `save` wrote, equal in every value.
 
         Raises:
-            OptionError: the file is not one of `save`'s, or is damaged.
+            OptionError: `save` did not write the file, or it is damaged.
         """
         from hookkit.records.npz import load
 
@@ -372,28 +374,27 @@ class Run(PlainValue, Reportable):
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """Return those of activations, gradients, params that are there, in this order."""
+        """Return the Records that are not None: activations, gradients, params, in this order."""
         return tuple(r for r in (self.activations, self.gradients, self.params) if r is not None)
 
     @property
     def n_steps(self) -> int:
-        """Count the optimizer steps from step 0 of the training, as far as they are known."""
+        """Return the number of optimizer steps from step 0 on, as far as it is known."""
         known = [len(values) for values in (self.losses, self.grad_norms) if values is not None]
         known += [int(r.steps[-1]) + 1 for r in self.records if len(r)]
         return max([int(self.info.get("n_steps", 0)), *known])
 
     def __add__(self, later: Any) -> Run:
-        """Join this run and a later one of the same model (a Run, or what `as_run` takes).
+        """Return this run joined with a later run of the same model, or with what `as_run` takes.
 
-        If `later` begins with step 0, its steps, epochs and batches are counted on from this run's;
-        epochs that `fit(…, start_epoch=n)` has numbered keep their numbers. If it begins with the
-        step after this run's last one (`info["first_step"]`), as a library that resumes numbers its
-        steps, steps and epochs keep their numbers.
+        If `later` starts at step 0, its steps, epochs and batches are renumbered to continue this
+        run's; if its epochs do not start at 0 (`fit(…, start_epoch=n)`), they keep their numbers.
+        If it starts at the step after this run's last (`info["first_step"]`, set by a library that
+        resumed the training), its steps and epochs keep their numbers.
 
         Raises:
-            OptionError: they were recorded with other options, or have other layers; or `later`
-                begins anywhere else, such as at a checkpoint before the end of this run: read the
-                two one by one.
+            OptionError: the two have other options or layers; or `later` starts at another step,
+                such as at a checkpoint before the end of this run.
         """
         from hookkit.records.joining import join
 
@@ -401,7 +402,7 @@ class Run(PlainValue, Reportable):
 
     @property
     def n_epochs(self) -> int:
-        """Return the number of epochs that were begun, one more than the last one's number."""
+        """Return the number of the last epoch that was begun, plus one."""
         known = [int(row["epoch"]) for row in self.valid if "epoch" in row]
         known += [int(r.epochs[-1]) for r in self.records if len(r)]
         return max(known, default=-1) + 1
@@ -413,10 +414,10 @@ class Run(PlainValue, Reportable):
 
 
 def as_run(source: Any) -> Run:
-    """Return the `Run` of a Run, Records (one of a kind), a recorder, a Watcher or a Learner.
+    """Return the `Run` of `source`: a Run, Records (one of a kind), a recorder, Watcher or Learner.
 
     Raises:
-        ArgumentError: nothing of this kind can be read from `source`.
+        ArgumentError: `source` holds no records.
     """
     if isinstance(source, Run):
         return source
@@ -425,8 +426,8 @@ def as_run(source: Any) -> Run:
     if slots and len(slots) == len(records):
         return Run(**slots)
     for name in () if isinstance(source, type) else ("run_record", "record"):
-        # looked up without __getattr__: a callback also answers with what its learner has, and
-        # would be read as the run of all callbacks
+        # Looked up without `__getattr__`: a recorder would find its learner's `run_record`, the run
+        # of all callbacks.
         if callable(getattr_static(source, name, None)):
             return as_run(getattr(source, name)())
     kind = f"the class {source.__name__}" if isinstance(source, type) else type(source).__name__
@@ -438,7 +439,7 @@ def as_run(source: Any) -> Run:
 
 
 def as_record(source: Any, *kinds: str) -> Record:
-    """Return the first Record of one of `kinds` (default: any) in a Run, recorder or driver.
+    """Return the first Record of one of `kinds` (default: any) in what `as_run` takes.
 
     Raises:
         ArgumentError: `source` is none of these.
@@ -458,9 +459,9 @@ def as_record(source: Any, *kinds: str) -> Record:
 
 
 def grad_norms(params: Record, n_steps: int | None = None) -> Floats:
-    """Return (n_steps,) float64: the norm of all gradients together by step, NaN elsewhere.
+    """Return (n_steps,) float64: the norm of all gradients by step, NaN for unrecorded steps.
 
-    Where steps were merged it is the norm of the parameters' mean norms, at the first step.
+    If steps were merged, their first step has the norm of the parameters' mean norms.
     """
     table = params.value("grad_norm")
     last = int(params.steps[-1]) + 1 if len(params) else 0
@@ -470,7 +471,8 @@ def grad_norms(params: Record, n_steps: int | None = None) -> Floats:
     return norms[:n_steps]
 
 
-def _some(names: Any) -> str:
+def _quoted(names: Any) -> str:
+    """Return up to 12 names in quotes; if there are more, also their number."""
     listed = [f'"{name}"' for name in names]
     more = f" … ({len(listed)})" if len(listed) > 12 else ""
     return ", ".join(listed[:12]) + more
