@@ -36,7 +36,7 @@ from hookkit.inspection.axes import Axis, Reading, Region, Size, readings, take
 from hookkit.inspection.differences import dense, difference
 from hookkit.inspection.first_difference import Call, CallTree, Localisation
 from hookkit.inspection.input_changes import WHO, Change, Decode, Given, Step
-from hookkit.inspection.preserve import preserve_state, real_inputs
+from hookkit.inspection.preserve import clone_inputs, preserve_state
 
 _DEPENDS = {
     "future": "depends on later positions",
@@ -183,7 +183,7 @@ def _run(
             with ExitStack() as undo:
                 for handle in tree.follow(modules, before, after):
                     undo.callback(handle.remove)
-                inputs = real_inputs(step.inputs)
+                inputs = clone_inputs(step.inputs)
                 if decode is None:
                     model(*inputs, **inputs.kwargs)
                 else:

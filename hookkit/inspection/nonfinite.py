@@ -41,7 +41,7 @@ from hookkit.hooks.functions import plain_name, running_modules, writes_in_place
 from hookkit.hooks.values import is_transforming
 from hookkit.inspection.differences import dense
 from hookkit.inspection.first_difference import Call, CallTree, Localisation
-from hookkit.inspection.preserve import preserve_state, real_inputs
+from hookkit.inspection.preserve import clone_inputs, preserve_state
 from hookkit.inspection.tree import storage_of
 
 _HOME, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
@@ -238,7 +238,7 @@ def search(
 
     with ExitStack() as undo:
         undo.enter_context(preserve_state(root))
-        inputs = [real_inputs(call.inputs) for call in calls]
+        inputs = [clone_inputs(call.inputs) for call in calls]
         for call, own in zip(calls, inputs, strict=True):
             of = f"of {call.name or 'the model'}"
             functions.know((f"the input {path} {of}", t) for path, t in tree_leaves_with_path(own))

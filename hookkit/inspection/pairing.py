@@ -1,8 +1,8 @@
-"""Which modules of two models belong together: by name, by equal weights, or by order and size.
+"""Pair the modules of two models: by name, by equal weights, or by order and size.
 
-Modules with the same weights are a pair. The signature of a weight is a sum over its values, so it
-is the same for a transposed, permuted or reshaped matrix, and that of a fused matrix is the sum of
-its parts'. Vectors say less (many are all ones), so only layers without a matrix go by them.
+Equal weights are found by a signature, a sum over the bits of all values. A transposed, permuted or
+reshaped matrix has the same signature, and the signature of a fused matrix is the sum of its
+parts' signatures. Vectors are read only for layers without a matrix, since many are all ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Pair(NamedTuple):
-    """Modules of the first model and of the second that compute the same.
+    """Pairs modules of the first model with modules of the second that compute the same.
 
     Attributes:
         a: names in the first; several if their weights are one fused weight in the second.
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
 
 
 class Names:
-    """Reads `names=`: names or globs of the first model, and those that they are in the second."""
+    """Translates module names of the first model into those of the second, as `names=` says."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._rules: list[tuple[list[str], list[str]]] = []
@@ -69,10 +69,10 @@ class Names:
         self._rules.sort(key=lambda rule: _n_wildcards(rule[0][0]))
 
     def pair(self, name: str) -> Pair:
-        """Return the pair of the module `name`; itself in both if no rule fits.
+        """Return the pair of the module `name`; if no rule fits, `name` stands for both models.
 
-        A rule stands for all modules below the one that it names. If several rules fit, the one
-        that names the longest part of `name` counts, then the one with the fewest wildcards.
+        A rule also applies to the modules inside the one that it names. If several rules fit, the
+        rule for the longest part of `name` wins, then the rule with the fewest wildcards.
 
         >>> names = Names({"h.*.{q,k}": "layer.*.{query,key}", "h.*.kv": "layer.*.{k,v}"})
         >>> names.pair("h.3.q.bias").b, names.pair("h.0.kv").b, names.pair("head").b
@@ -83,13 +83,14 @@ class Names:
             start, rest = ".".join(keys[:n]), keys[n:]
             for olds, news in self._rules:
                 found = next(filter(None, (compile_glob(o).fullmatch(start) for o in olds)), None)
+                # a rule for fused weights does not apply to the modules inside
                 if found and not (rest and len(olds) + len(news) > 2):
                     a, b = (tuple(_filled(p, found, rest) for p in part) for part in (olds, news))
                     return Pair(a, b, "names=")
         return Pair((name,), (name,), "name")
 
     def check(self, first: Collection[str], second: Collection[str]) -> None:
-        """Raise if a rule names nothing in `first`, or stands for nothing in `second`."""
+        """Raise if a rule matches no name in `first`, or its translation is not in `second`."""
         for olds, news in self._rules:
             found = [m for old in olds for m in map(compile_glob(old).fullmatch, first) if m]
             made = [_filled(new, match, []) for match in found for new in news]
@@ -104,16 +105,16 @@ def _n_wildcards(pattern: str) -> int:
 
 
 def _filled(pattern: str, match: re.Match[str], rest: list[str]) -> str:
-    """Return the name that `pattern` stands for, with the groups of `match` as its wildcards."""
+    """Return `pattern` with the groups of `match` for its wildcards, and `rest` appended."""
     texts = iter(match.groups())
     name = _WILDCARD.sub(lambda _: next(texts) or "", pattern)
     return ".".join(filter(None, [*name.split("."), *rest]))
 
 
 def names_of(pairs: list[Pair]) -> dict[str, str]:
-    """Return the names of the first model and of the second where they differ, for `names=`.
+    """Return a dict for `names=` of the names that differ: first model → second model.
 
-    Names that differ by the same rule for each number are one entry.
+    If names differ in the same way for each layer number, they become one entry with `*`.
 
     >>> names_of([Pair((f"h.{i}.q",), (f"layer.{i}.query",), "weights") for i in range(3)])
     {'h.*.q': 'layer.*.query'}
@@ -137,7 +138,7 @@ def names_of(pairs: list[Pair]) -> dict[str, str]:
 
 
 def braced(names: tuple[str, ...]) -> str:
-    """Return several names as one, as `expand` reads them.
+    """Return `names` as one text with braces, which `expand` takes apart again.
 
     >>> braced(("attn.q", "attn.k")), braced(("fc",))
     ('attn.{q,k}', 'fc')
@@ -153,12 +154,13 @@ def braced(names: tuple[str, ...]) -> str:
 
 
 def pair_modules(first: Side, second: Side, names: Names) -> list[Pair]:
-    """Return the pairs of the modules that ran, or that two files have.
+    """Pair the modules that ran on both sides, or that both files list; return the pairs.
 
-    What `names` says comes first, then equal names, if all layers with parameters have their equal.
-    Otherwise names may mean other things, and equal weights count before them; then layers of the
-    same size in the same place, in the order of execution; then what is around pairs.
+    `names` comes first. If every other layer with parameters then has a namesake, equal names
+    decide. If not, a name may mean another layer, so equal weights come before names. Then follow
+    layers of the same size in the same place, in the order of execution, and modules around pairs.
     """
+    # weights of two precisions are compared in the lower one
     kinds = {float_dtype(s.modules[""]) for s in (first, second) if "" in s.modules} - {None}
     low = min(kinds, key=lambda d: d.itemsize) if len(kinds) > 1 else None  # type: ignore[union-attr]
     a, b = _Modules(first, low), _Modules(second, low)
@@ -169,7 +171,7 @@ def pair_modules(first: Side, second: Side, names: Names) -> list[Pair]:
         b.pairs |= dict.fromkeys(ys, pair)
 
     def match(how: str, key: Callable[[_Modules, str], Any], as_many: bool = True) -> None:
-        """Pair the modules with the same key, in the order of their first call."""
+        """Pair modules of equal key in the order of their first call, if there are `as_many`."""
         mine, theirs = a.groups(key), b.groups(key)
         for k, xs in mine.items():
             ys = theirs.get(k, [])
@@ -178,11 +180,10 @@ def pair_modules(first: Side, second: Side, names: Names) -> list[Pair]:
                     put((x,), (y,), how)
 
     for pair in (pair for name in a.ran if (pair := names.pair(name)).how == "names="):
-        if {*pair.a} <= {*a.left()} and {*pair.b} <= {*b.left()}:
+        if {*pair.a} <= {*a.unpaired()} and {*pair.b} <= {*b.unpaired()}:
             put(*pair)
-    left = {*a.left()}, {*b.left()}
-    with_params = {n for side in (a, b) for n in side.left() if side.params.get(n)}
-    if first.saved or second.saved or with_params <= left[0] & left[1]:
+    with_params = {n for side in (a, b) for n in side.unpaired() if side.params.get(n)}
+    if first.saved or second.saved or with_params <= {*a.unpaired()} & {*b.unpaired()}:
         match("name", lambda _, n: (n,))
         return list(dict.fromkeys(a.pairs.values()))
     if "" not in {**a.pairs, **b.pairs}:
@@ -194,22 +195,22 @@ def pair_modules(first: Side, second: Side, names: Names) -> list[Pair]:
     match("name", lambda m, n: (n, m.side.types[n]))
     match("name", lambda m, n: m.sizes(n) and (n, m.sizes(n)))
     for _ in range(2):
-        match("order", lambda m, n: m.sizes(n) and (m.sizes(n), m.home(n)))
-        match("order", lambda m, n: m.sizes(n) and (m.sizes(n), m.home(n), m.before(n)))
-        match("around", lambda m, n: m.inside(n))
-        match("order", lambda m, n: m.whole(n))
+        match("order", lambda m, n: m.sizes(n) and (m.sizes(n), m.pair_around(n)))
+        match("order", lambda m, n: m.sizes(n) and (m.sizes(n), m.pair_around(n), m.pair_before(n)))
+        match("around", lambda m, n: m.pairs_inside(n))
+        match("order", lambda m, n: m.size_in_pair(n))
     return list(dict.fromkeys(a.pairs.values()))
 
 
 class _Modules:
-    """Knows the modules of one side that ran, in the order of their first call.
+    """Holds what pairing asks about the modules of one side that ran.
 
     Attributes:
-        ran: their names.
-        around: for each the names of the modules in whose forward it ran, the innermost first.
+        ran: the names of the modules, in the order of their first call.
+        around: name → the modules in whose forward it ran, the innermost first.
         holders: the modules in whose forward another one ran; the others are layers.
-        params: for each its own parameters, without those of others that ran.
-        pairs: for each that has one its pair.
+        params: name → its own parameters, without those of other modules that ran.
+        pairs: name → its pair, for modules that have one.
     """
 
     def __init__(self, side: Side, dtype: torch.dtype | None) -> None:
@@ -221,23 +222,24 @@ class _Modules:
         self.params = {n: [p for _, p in own_params(m, ids)] for n, m in self._modules.items()}
         self._dtype, self._signatures = dtype, dict[int | str, Signature]()
 
-    def left(self) -> list[str]:
+    def unpaired(self) -> list[str]:
         """Return the names of the modules that are in no pair."""
         return [n for n in self.ran if n not in self.pairs]
 
     def groups(self, key: Callable[[_Modules, str], Any]) -> dict[Any, list[str]]:
-        """Return the names that are left by their key; those without one, a false key, not."""
+        """Return the unpaired names, grouped by `key`; names whose key is false are left out."""
         made = dict[Any, list[str]]()
-        for n in self.left():
+        for n in self.unpaired():
             if k := key(self, n):
                 made.setdefault(k, []).append(n)
         return made
 
     def signature(self, n: str) -> Signature:
-        """Return the signature of all matrices in a module, of a layer without any its vectors."""
+        """Return the signature of a module's matrices; if it has none, of its own vectors."""
         if n not in self._signatures:
             chosen = {id(p): p for p in self._modules[n].parameters() if p.ndim > 1}
             if not chosen:
+                # vectors of one repeated value, such as initial biases, identify no layer
                 own = (p for p in self.params[n] if p.numel() > 1)
                 chosen = {id(p): p for p in own if bool((p != p.reshape(-1)[0]).any())}
             for key, p in chosen.items():
@@ -247,56 +249,56 @@ class _Modules:
         return self._signatures[n]
 
     def rank(self, n: str) -> int:
-        """Return how many modules inside a module have its weights; the innermost is 0."""
+        """Return how many modules inside a module have the same weights; 0 for the innermost."""
         same = (m for m in self.ran if n in self.around[m])
         return sum(self.signature(m) == self.signature(n) for m in same)
 
     def weights(self, n: str, *more: Any) -> tuple[Any, ...]:
-        """Return the signature of a module, and the size of what it gives."""
+        """Return a key of a module's weights and the size of its output; () without weights."""
         signature = self.signature(n)
         return () if signature == _NOTHING else (signature, self.n_outputs(n), *more)
 
     def n_outputs(self, n: str) -> int:
-        """Return the number of elements in the first tensor that a module gives."""
+        """Return the number of elements in the first tensor that a module returned."""
         parts = self.side.values[Key("output", Call(n))]
         return next((t.numel() for _, t in parts if isinstance(t, Tensor)), 0)
 
     def sizes(self, n: str) -> tuple[int, ...]:
-        """Return the sizes of a layer's matrices, or of its vectors if it has none."""
+        """Return the sizes of a layer's matrices (or vectors if it has none) that are not zero."""
         own = () if n in self.holders else self.params[n]
         matrices = [p for p in own if p.ndim > 1]
         return tuple(sorted(p.numel() for p in matrices or own if bool(p.any())))
 
-    def whole(self, n: str) -> tuple[Any, ...]:
-        """Return the size of all parameters in a module whose surroundings are a pair, and that."""
+    def size_in_pair(self, n: str) -> tuple[Any, ...]:
+        """Return the number of parameters in a module and the pair around it; () if none is."""
         size = sum(p.numel() for p in self._modules[n].parameters())
         around = self.around[n][:1]
-        return (size, self.home(n)) if size and around and around[0] in self.pairs else ()
+        return (size, self.pair_around(n)) if size and around and around[0] in self.pairs else ()
 
-    def home(self, n: str) -> Pair | None:
+    def pair_around(self, n: str) -> Pair | None:
         """Return the innermost pair around a module."""
         return next((self.pairs[m] for m in self.around[n] if m in self.pairs), None)
 
-    def before(self, n: str) -> Pair | None:
+    def pair_before(self, n: str) -> Pair | None:
         """Return the last pair that was called before a module."""
         earlier = self.ran[: self.ran.index(n)]
         return next((self.pairs[m] for m in reversed(earlier) if m in self.pairs), None)
 
-    def inside(self, n: str) -> frozenset[Pair]:
+    def pairs_inside(self, n: str) -> frozenset[Pair]:
         """Return the pairs of the layers inside a module."""
         layers = ((m, pair) for m, pair in self.pairs.items() if m not in self.holders)
         return frozenset(pair for m, pair in layers if n in self.around[m])
 
 
 def _fused(one: _Modules, other: _Modules) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield layers of `one`, and those of `other` that together have their weights and outputs."""
+    """Yield a layer of `one`, as (name,), with the layers of `other` that it fuses."""
     parts = other.groups(lambda m, n: m.weights(n) and n not in m.holders and (*m.around[n][:1],))
     tuples = [c for names in parts.values() for k in (2, 3, 4) for c in combinations(names, k)]
     sums = {
         (_sum(map(other.signature, names)), sum(map(other.n_outputs, names))): names
         for names in tuples
     }
-    for n in [n for n in one.left() if n not in one.holders]:
+    for n in [n for n in one.unpaired() if n not in one.holders]:
         names = sums.get((one.signature(n), one.n_outputs(n)), ())
         if names and not {*names} & {*other.pairs}:
             yield (n,), names
@@ -306,9 +308,9 @@ def _fused(one: _Modules, other: _Modules) -> Iterator[tuple[tuple[str, ...], tu
 
 
 def main_pair(xs: Parts, ys: Parts) -> tuple[tuple[str, Tensor], tuple[str, Tensor]] | None:
-    """Return the first two tensors of the same size: of floating point, or of whole numbers.
+    """Return the first tensors of `xs` and `ys` with equal sizes: floats, or integers without any.
 
-    They are what is meant where two modules take or give other structures.
+    Two modules whose inputs or outputs have different structures are compared by these tensors.
     """
     for floats in (True, False):
         mine, theirs = (
@@ -322,7 +324,7 @@ def main_pair(xs: Parts, ys: Parts) -> tuple[tuple[str, Tensor], tuple[str, Tens
 
 
 def signatures(rows: Tensor, dtype: torch.dtype | None) -> list[Signature]:
-    """Return for each row a number that is the same for the same values in any order."""
+    """Return a signature of each row, two sums that do not depend on the order of its values."""
     rows = dense(rows)
     rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
     if rows.is_floating_point():
@@ -330,7 +332,7 @@ def signatures(rows: Tensor, dtype: torch.dtype | None) -> list[Signature]:
         rows = (rows + 0.0).contiguous()  # -0.0 is 0.0
         rows = rows.view(_BITS[rows.element_size()])
     bits = rows.to(torch.int64 if rows.element_size() == 8 else torch.int32)
-    mixed = bits * bits + (bits >> 7) * bits
+    mixed = bits * bits + (bits >> 7) * bits  # tells apart rows whose plain sums are equal
     sums = (t.sum(1, dtype=torch.int64).tolist() for t in (bits, mixed))
     return [*zip(*sums, strict=True)]
 
@@ -342,10 +344,10 @@ def _sum(parts: Iterable[Signature]) -> Signature:
 
 
 def feature_orders(first: Side, second: Side, pair: Pair) -> list[Tensor]:
-    """Return the orders in which `pair.b` may have the features that `pair.a` take and give.
+    """Return permutations of features that may turn the outputs of `pair.a` into those of `pair.b`.
 
-    They are read from the rows and columns of the weights: a port may have those of a matrix in
-    another order, as for rotary embeddings. Each is the place in the second of each in the first.
+    A port may reorder the rows or columns of a matrix, as for rotary embeddings. Equal rows are
+    found by their signatures. Element i is the second model's index of the first model's feature i.
     """
     orders = []
     for x, y in product(_rows(first, pair.a), _rows(second, pair.b)):
@@ -359,7 +361,7 @@ def feature_orders(first: Side, second: Side, pair: Pair) -> list[Tensor]:
 
 
 def _rows(side: Side, names: tuple[str, ...]) -> Iterator[Tensor]:
-    """Yield the weights of `names` as matrices with a row for each feature, taken or given."""
+    """Yield the weights of `names` as a matrix of their rows, then as a matrix of their columns."""
     for axis in (0, 1):
         parts = []
         for name in names:

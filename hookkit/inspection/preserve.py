@@ -1,4 +1,4 @@
-"""`preserve_state`: a block in which a model runs, and which then puts it back as it was.
+"""`preserve_state` restores a model, and what its attributes refer to, after a block that runs it.
 
 Builds on `tree`. One mechanism for everything that runs a user's model to look at it: `summary`,
 `dummy_eval`, `model_sizes`, `compare_models`, `collect` and `lr_find`. The model itself runs, not a
@@ -50,7 +50,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 # Attributes that PyTorch gives every module: `Tree` has read the modules and tensors in them.
 _OF_TORCH = frozenset(vars(nn.Module()))
 _CONTAINERS = (OrderedDict, dict, list, set, deque)  # those that can be restored
-# What has a state of its own: how it is read, and how it is set.
+# Types with a state of their own → the functions that read it and set it.
 _VALUES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
@@ -61,7 +61,7 @@ _VALUES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] =
     ),
     np.ndarray: (np.ndarray.copy, np.copyto),
 }
-# Not looked into: these hold no state, or lead to the whole program.
+# Objects that are not looked into: they hold no state, or lead to the whole program.
 _CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, FrameType, *ProxyTypes)
 _LIBRARIES = ("torch", "builtins", "abc", "typing")  # their classes hold no state of a model
 _MOST_OBJECTS = 2_000  # that are compared: an attribute may lead to the whole program
@@ -80,7 +80,7 @@ def preserve_state(
 ) -> Iterator[State]:
     """Restore at the end, also after an error, what running `model` inside the block has changed.
 
-    Restored are, for each module, also for one that is only held in an attribute:
+    It restores, for each module (also modules that are only held in an attribute):
 
     - its mode, class, hooks and attributes; in these, at any depth, what dicts, lists, sets and
       deques hold, tensors, NumPy arrays, and random generators of PyTorch, Python and NumPy; and
@@ -90,24 +90,26 @@ def preserve_state(
 
     The grad mode and the random states of PyTorch, Python and NumPy are restored too.
 
-    `State.not_restored` names what is not: iterators in attributes, arrays of more than 256 MiB,
-    and, if they have changed, objects inside objects, `__slots__`, attributes of the modules'
-    classes, and globals of the files that define these. Neither restored nor named are closures,
-    attributes of tensors, what NumPy writes into a parameter, and the insides of objects of
-    compiled libraries.
+    `State.not_restored` names what is not restored: iterators in attributes, arrays of more than
+    256 MiB and, if they have changed, objects inside objects, `__slots__`, attributes of the
+    modules' classes, and globals of the files that define these. Closures, attributes of tensors,
+    what NumPy writes into a parameter, and the insides of objects of compiled libraries are neither
+    restored nor named.
 
-    hookkit's hooks that only observe are off inside it, so that captures and statistics do not see
-    the run; so a forward that reads a capture of its own finds it empty. Edits, the user's own
+    Hooks of hookkit that only observe are off inside the block, so captures and statistics do not
+    see the run, and a forward that reads a capture of its own finds it empty. Edits, the user's own
     hooks and PyTorch's global hooks run.
 
     Args:
         model: a module, or its `Tree` if there is one already.
         training: the mode of all modules inside the block; None leaves each its own.
         grad: whether gradients are on inside the block; None leaves that as it is.
-        params: copies everything now, which costs nothing for each operation. By default only
-            buffers are, and other tensors before their first write; compiled code runs eagerly.
-        observers: leaves the hooks that observe on.
-        watch: whether writes are seen here; if not, the caller reports them to `before_write`.
+        params: copy all tensors at the start, and watch no operation. By default only buffers are
+            copied at the start, other tensors before their first write, and compiled code runs
+            eagerly.
+        observers: leave the hooks that only observe on.
+        watch: watch all operations for writes; with False the caller has to call
+            `State.before_write` before each write.
 
     Yields:
         The `State`.
@@ -207,15 +209,15 @@ class _Writes(Operations):  # type: ignore[no-untyped-call]
 class State:
     """Holds what a run of a model can change, and restores it.
 
-    Reading and restoring run no code of the user's: a dict that makes its values when they are
-    read, an object that loads itself on access or a property would change something. So containers
-    are read by the methods of Python's own classes, and objects by the dict of their attributes.
+    Reading and restoring must not run the user's code: a property, or a dict that makes its values
+    when they are read, could change something. So containers are read by the methods of Python's
+    own classes, and objects by the dict of their attributes.
 
     Objects inside objects, and the globals of a file, may lead to the whole program (a logger, a
     trainer, another thread's queue), which a run must not rewind: they are only compared.
 
     Attributes:
-        modules: the modules of the tree, and others that are found in attributes, with all inside.
+        modules: the modules of the tree, and those found in attributes, with their submodules.
         not_restored: names of attributes and globals that are not as they were, or may not be;
             complete at the end of the block.
     """
@@ -234,7 +236,7 @@ class State:
         self._names = {id(place.module): place.name for place in tree.firsts}
         self._found, buffers = [*tree.tensors], [*tree.buffers]
         n_of_tree = len(self.modules)
-        for i, m in enumerate(self.modules):  # grows
+        for i, m in enumerate(self.modules):  # `_walk` appends to it
             self._classes.append((m, type(m)))
             if i >= n_of_tree:
                 self._found += m.parameters(recurse=False)
@@ -256,7 +258,7 @@ class State:
             (t, type(t), t.data, t.requires_grad, t.grad if t.is_leaf else None) for t in every
         ]
         tensors = [*every, *(grad for *_, grad in self._tensors if grad is not None)]
-        # lazy ones have no memory, and nothing outside of inference mode can write those made in it
+        # lazy tensors have no memory; inference tensors cannot be written outside inference mode
         tensors = [t for t in tensors if not (nn.parameter.is_lazy(t) or t.is_inference())]
         self._copies = list[tuple[Tensor, Tensor]]()
         self._in_memory: dict[Any, list[Tensor]] = {}
@@ -266,13 +268,13 @@ class State:
             self.before_write(t)
 
     def before_write(self, t: Tensor) -> None:
-        """Copy the model's tensors in the memory of `t`, unless that is done."""
+        """Copy the model's tensors that share the memory of `t`, if they are not copied yet."""
         if tensors := self._in_memory.pop(storage_of(t)[0], ()):
             with _disable_current_modes():
                 self._copies += [(own, own.detach().clone()) for own in tensors]
 
     def _save(self, x: Any) -> list[Any]:
-        """Save what `x` holds, if it is a container that can be restored, and return that."""
+        """Save the content of `x` if it is a container that can be restored; return the content."""
         kind = type(x)
         if kind not in _CONTAINERS:
             kind = next((c for c in kind.__mro__ if c in _CONTAINERS), object)
@@ -286,8 +288,8 @@ class State:
         return content
 
     def _walk(self, x: Any, name: str) -> None:
-        """Save what attribute `name` leads to: to be restored or, inside objects, compared."""
-        stack = [(x, 0)]  # with the number of objects around each
+        """Save all that attribute `name` refers to, at any depth, to restore or compare it."""
+        stack = [(x, 0)]  # each with the number of objects around it
         while stack:
             x, depth = stack.pop()
             kind = type(x)
@@ -308,8 +310,9 @@ class State:
                 self._enter(x, depth, name, stack)
 
     def _enter(self, x: Any, depth: int, name: str, stack: list[tuple[Any, int]]) -> None:
-        """Save an object or container inside `depth` objects; add what it leads to to `stack`."""
+        """Save `x`, which `depth` objects contain; push what it refers to on `stack`."""
         kind = type(x)
+        # containers inside one object are restored; what is deeper is compared only
         if depth < 2 and issubclass(kind, _CONTAINERS):
             stack += [(part, depth) for part in self._save(x)]
         elif len(self._objects) < _MOST_OBJECTS:
@@ -328,7 +331,7 @@ class State:
             self.not_restored.append(name)
 
     def _bind(self, names: Mapping[str, Any], where: str) -> None:
-        """Note the attributes of a class, or the globals of a file, to compare them."""
+        """Save the attributes of a class, or the globals of a file, to compare them."""
         own = {name: x for name, x in names.items() if not name.startswith("__")}
         self._bindings.append((names, own, where))
         for name, x in own.items():
@@ -336,7 +339,7 @@ class State:
                 self._objects.append((x, _held(x), join(where, name)))
 
     def restore_attributes(self) -> None:
-        """Put back classes of modules, containers and values; name what has changed besides."""
+        """Restore classes of modules, containers and values; name what else has changed."""
         for m, kind in self._classes:
             if type(m) is not kind:  # a lazy module becomes another in its first call
                 m.__class__ = kind
@@ -359,12 +362,13 @@ class State:
         for names, before, where in self._bindings:
             now = dict(names)
             for name in before.keys() | {name for name in now if not name.startswith("__")}:
+                # two defaults, so that a name that was added or deleted counts as changed
                 if now.get(name, before) is not before.get(name, now):
                     changed.append(join(where, name))
         self.not_restored[:] = dict.fromkeys(self.not_restored + changed)
 
     def restore_tensors(self) -> None:
-        """Put back memory, flags, gradients and, where there is a copy, content."""
+        """Restore memory, flags and gradients of tensors and, where there is a copy, values."""
         for t, kind, data, requires_grad, grad in self._tensors:
             if type(t) is not kind or _place(t) != _place(data):
                 t.data = data
@@ -379,7 +383,7 @@ class State:
 
 
 def _content(x: Any, kind: Any) -> list[Any]:
-    """List the elements of a container as they are stored; of a dict its keys, then its values."""
+    """Return the elements of a container in their order; for a dict its keys, then its values."""
     if issubclass(kind, dict):
         return [*kind.keys(x), *kind.values(x)]
     return [*kind.__iter__(x)]
@@ -390,20 +394,20 @@ def _is_same(now: list[Any], before: list[Any]) -> bool:
 
 
 def _held(x: Any) -> list[Any]:
-    """List what `x` refers to: its attributes, then what its slots or its C code hold.
+    """Return what `x` refers to: its attributes, then what its slots or its C code hold.
 
-    Python's garbage collector tells it, and calls nothing of the object's.
+    `gc.get_referents` lists these without running any code of the object.
     """
     own = _attributes_of(x)
     content = _content(own, dict) if own is not None else []
-    known = {id(own), *map(id, content)}  # which the collector lists or not
+    known = {id(own), *map(id, content)}  # depending on the object, the collector lists these too
     return content + [part for part in gc.get_referents(x) if id(part) not in known]
 
 
 def _attributes_of(x: Any) -> Any:
     """Return the dict in which Python stores the attributes of `x`; None if there is none.
 
-    A class may have a property of that name, which is not read.
+    A property called `__dict__` is not read, because that would run the user's code.
     """
     places = (vars(c)["__dict__"] for c in type(x).__mro__ if "__dict__" in vars(c))
     place: Any = next(places, None)
@@ -416,9 +420,10 @@ def _place(t: Tensor) -> Any:
 
 
 def _is_equal(t: Tensor, content: Tensor) -> bool:
-    """Compare values: PyTorch's count of writes misses those of `.data` and of BatchNorm's kernel.
+    """Return whether `t` still has the values `content`; False if they cannot be compared.
 
-    Return False where they cannot be compared. An expanded tensor is not written if it is equal.
+    PyTorch's version counter misses writes through `.data` and by BatchNorm's kernel. An equal
+    tensor is not written, because an expanded one refuses to be.
     """
     try:
         return torch.equal(t, content)
@@ -426,12 +431,12 @@ def _is_equal(t: Tensor, content: Tensor) -> bool:
         return False
 
 
-def real_inputs(inputs: Inputs) -> Inputs:
+def clone_inputs(inputs: Inputs) -> Inputs:
     """Return a deep copy of `inputs`, its tensors cloned and detached."""
-    return copied_inputs(inputs, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
+    return copy_inputs(inputs, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
 
 
-def copied_inputs(inputs: Inputs, one: Callable[[Tensor], Any]) -> Inputs:
+def copy_inputs(inputs: Inputs, one: Callable[[Tensor], Any]) -> Inputs:
     """Return a deep copy of `inputs` with `one(t)` for each tensor `t`."""
     made = {id(t): one(t) for t in tree_leaves(inputs)}
     try:

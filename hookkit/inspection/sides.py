@@ -30,7 +30,7 @@ from hookkit._core.pytree import (
 from hookkit.errors import ArgumentError, HookError, OptionError
 from hookkit.hooks.values import is_transforming, snapshot
 from hookkit.inspection.first_difference import Call, CallTree
-from hookkit.inspection.preserve import preserve_state, real_inputs
+from hookkit.inspection.preserve import clone_inputs, preserve_state
 
 WHO = "compare_models"
 
@@ -117,7 +117,7 @@ def run(
         undo.enter_context(torch.set_grad_enabled(grads))
         for handle in side.tree.follow(side.modules, before, after):
             undo.callback(handle.remove)
-        copied = real_inputs(inputs)
+        copied = clone_inputs(inputs)
         out = model(*copied, **copied.kwargs)
         if grads:
             _differentiate(_scalar(loss, out), edges, side)

@@ -28,7 +28,7 @@ from hookkit._core.pytree import Inputs
 from hookkit.errors import ArgumentError, ModelRunError
 from hookkit.hooks import Hook
 from hookkit.hooks.attach import AttachedFunction
-from hookkit.inspection.preserve import copied_inputs, preserve_state, real_inputs
+from hookkit.inspection.preserve import clone_inputs, copy_inputs, preserve_state
 from hookkit.inspection.tracer import Saved, Stopped, Trace, Tracer
 from hookkit.inspection.tree import Tree
 
@@ -136,11 +136,11 @@ def _run(
         own = [t for t in tree.tensors if mode is not None and not nn.parameter.is_lazy(t)]
         fakes = [mode.from_tensor(t) for t in own]
         if tree.is_meta:
-            inputs = copied_inputs(inputs, lambda t: t.detach().to("meta"))
+            inputs = copy_inputs(inputs, lambda t: t.detach().to("meta"))
         elif mode is None:
-            inputs = real_inputs(inputs)
+            inputs = clone_inputs(inputs)
         else:
-            inputs = copied_inputs(inputs, lambda t: mode.from_tensor(t.detach()))
+            inputs = copy_inputs(inputs, lambda t: mode.from_tensor(t.detach()))
         try:
             with ExitStack() as seen:
                 if mode is not None:

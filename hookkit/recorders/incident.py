@@ -31,7 +31,7 @@ from hookkit.hooks.attach import Switch, attach, remove_all
 from hookkit.hooks.calls import call_kind
 from hookkit.inspection.differences import dense
 from hookkit.inspection.nonfinite import ModelCall, NonFinite, is_bad, search
-from hookkit.inspection.preserve import copied_inputs, preserve_state
+from hookkit.inspection.preserve import copy_inputs, preserve_state
 
 
 class ModelCalls:
@@ -173,7 +173,7 @@ def _digests(x: Any) -> list[str]:
 
 def _plain(call: ModelCall) -> dict[str, Any]:
     """Return a call as dicts, lists, numbers and tensors, in which there is no object of NumPy."""
-    inputs = copied_inputs(call.inputs, _on_cpu)
+    inputs = copy_inputs(call.inputs, _on_cpu)
     kind, keys, *rest = call.random["numpy"]
     return {
         **vars(call),
