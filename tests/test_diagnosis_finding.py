@@ -37,7 +37,7 @@ def test_without_losses_no_run_is_healthy_and_the_cure_is_said():
     assert not found.healthy
     assert "below_zero" in found.not_judged["losses"]
     assert "rules could not be asked" in found.verdict
-    assert "call w.loss(loss) in each batch, or give watch(…, loss_func=…)" in str(found)
+    assert "call w.loss(loss) in each batch, or give watch(…, loss_func=module)" in str(found)
 
 
 def test_what_was_not_judged_is_said_of_any_run_with_the_rules_that_need_it():

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,19 +79,38 @@ def calls_of_the_problems() -> list[str]:
     return [span for span in spans if "(" in span and "…" not in span]
 
 
+class Net(nn.Sequential):
+    """A small language model that takes a mask, as those of transformers do."""
+
+    def __init__(self) -> None:
+        block = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        super().__init__(nn.Embedding(9, 32), nn.TransformerEncoder(block, 2), nn.Linear(32, 9))
+
+    def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
+        hidden = None if attention_mask is None else ~attention_mask
+        return self[2](self[1](self[0](ids), src_key_padding_mask=hidden))
+
+
 @pytest.mark.parametrize("call", calls_of_the_problems())
 def test_the_call_for_each_problem_runs(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    block = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-    model = nn.Sequential(nn.Embedding(9, 32), nn.TransformerEncoder(block, 2), nn.Linear(32, 9))
-    ids, opt = torch.randint(9, (2, 12)), torch.optim.Adam(model.parameters())
+    model = Net()
+    ids, opt = torch.randint(1, 9, (2, 12)), torch.optim.Adam(model.parameters())
+    ids[0, 8:] = 0
     for file in ("a.fp", "b.fp"):
         with watch(model, opt, Fingerprint(file), ParamStats()) as w:
             model(ids).mean().backward()
             opt.step()
-    names = {"model": model.eval(), "reference": model, "ids": ids, "opt": opt, "w": w}
+    names = {
+        "model": model.eval(),
+        "reference": model,
+        "ids": ids,
+        "mask": ids != 0,
+        "opt": opt,
+        "w": w,
+    }
 
     exec(call, {**vars(hookkit), **names})

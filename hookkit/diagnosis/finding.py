@@ -21,7 +21,7 @@ LOSSES = "losses"
 """What a run needs to be called healthy."""
 
 CURES = {
-    LOSSES: "call w.loss(loss) in each batch, or give watch(…, loss_func=…)",
+    LOSSES: "call w.loss(loss) in each batch, or give watch(…, loss_func=module)",
     "loss graph": "give w.loss the tensor that backward() is called on, not a number",
     "parameters": "add ParamStats()",
     "activations": "add ActivationStats()",
@@ -90,7 +90,7 @@ class Diagnosis(Sequence[Finding]):
     healthy: 7 layers, 300 steps
     >>> Diagnosis((), 7, 300, {"losses": ("below_zero", "target_scale")})
     no alarm, but 2 rules could not be asked: 7 layers, 300 steps
-      losses unknown (2 rules): call w.loss(loss) in each batch, or give watch(…, loss_func=…)
+      losses unknown (2 rules): call w.loss(loss) in each batch, or give watch(…, loss_func=module)
     """
 
     findings: tuple[Finding, ...]

@@ -383,7 +383,8 @@ class FlightRecorder(HookCallback):
         return {**super().__getstate__(), **gone}
 
     def __repr__(self) -> str:
-        return f"FlightRecorder({self.on_nonfinite!r}, {len(self.incidents)} incidents)"
+        n_saved = f", {len(self.saved)} saved" * bool(self.saved)
+        return f"FlightRecorder({self.on_nonfinite!r}, {len(self.incidents)} incidents{n_saved})"
 
 
 class Batch:

@@ -163,7 +163,7 @@ class LayerStats(StepRecorder, HookCallback):
 
     @property
     def stats(self) -> StatsList:
-        """Return everything recorded as nested lists, as fastai: `stats[batch][layer]["mean"]`.
+        """Return everything recorded as nested lists, fastai's `stats[batch][layer]["mean"]`.
 
         There is one entry per record and hooked module, in the order of `names`, with NaN where a
         module did not run. An entry has all statistics of `record()` and, if histograms were
