@@ -308,13 +308,15 @@ class FlightRecorder(HookCallback):
                 loss = lambda output: learn.loss_func(output, *learn.yb)  # noqa: E731
             layer = incident.name if incident.kind == "activation" else None
             try:
-                found = calls.find_nonfinite(layer, loss)
+                if incident.kind == "loss" and loss is None:  # its function is not known here
+                    notes.append("find_nonfinite(model, …, loss=…) names the line that made it.")
+                else:
+                    found = calls.find_nonfinite(layer, loss)
+                    if found.rows and incident.origin == "function":
+                        notes.clear()  # where to look is known now
+                    notes.append(f"Run again: {found.verdict}." if found.rows else _NOT_REPEATED)
             except Exception as error:  # the report is right without it
                 notes.append(f"It could not be run again ({type(error).__name__}: {error}).")
-            else:
-                if found.rows and incident.origin == "function":
-                    notes.clear()  # where to look is known now
-                notes.append(f"Run again: {found.verdict}." if found.rows else _NOT_REPEATED)
         incident = replace(incident, note=" ".join(filter(None, notes)))
         if self.save is None or calls.lost:
             return incident
