@@ -1,9 +1,9 @@
-"""`check_invariance`: which layer is the first whose output depends on what it must not depend on.
+"""`check_invariance` finds the first layer whose output depends on something that it must not.
 
-Builds on `input_changes`, `axes` and `first_difference`. The model runs once as it is given, and
-again with a change that must not matter. Each input and output of each layer is compared where it
-must stay. A dependence begins in the innermost call whose inputs stay and whose output does not,
-if it has an effect: if no call around it has an output that stays.
+Builds on `input_changes`, `axes` and `first_difference`. The model runs once unchanged, and again
+with a change that must not matter. Each input and output of each layer is compared where it must
+stay the same. A dependence begins in the innermost call whose inputs stay and whose output does
+not. It has no effect, and does not count, if the output of a call around it stays.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _DEPENDS = {
     "cache": "differs with the cache",
     "repeat": "differs from call to call",
 }
-# Kernels of another layout round otherwise: |a − b| ≤ rtol · (|a| + rms(a)) counts as equal.
+# Another layout uses kernels that round differently: |a − b| ≤ rtol · (|a| + rms(a)) is equal.
 _RTOL = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-_SMALL = 100  # times that tolerance: what the model's output changes less is confirmed in float64
+_SMALL = 100  # tolerances: a smaller change of the model's output is confirmed in float64
 
 Place = tuple[Call, str, str]
 """A tensor of a run: the call, "in" or "out", and the tensor's path among these."""
@@ -57,20 +57,20 @@ Place = tuple[Call, str, str]
 
 @dataclass(frozen=True)
 class InvarianceRow:
-    """One output of a layer, with one change.
+    """Holds how one output of a layer reacted to one change.
 
     Attributes:
         name: of the module, with the `path` of the tensor in its output; `""` is the model.
         type: the module's class.
         call: the number of the module's call, from 0.
         shape: of the whole output.
-        axes: what its axes were found to hold: samples, positions, or – for anything else.
+        axes: what each axis was found to hold: samples, positions, or – for anything else.
         change: what was changed.
-        max_abs_error: the largest `|a − b|` where the output must stay.
+        max_abs_error: the largest `|a − b|` where the output must stay the same.
         rel_error: `‖a − b‖ / ‖a‖` there.
-        n_different: elements that differ: by one bit if the change leaves all shapes, beyond the
-            tolerance otherwise.
-        place: where in the module the dependence begins; None if it does not begin there.
+        n_different: number of elements that differ: in any bit if the change keeps all shapes,
+            otherwise by more than the tolerance.
+        place: where in the module the dependence begins; None in all other rows.
     """
 
     name: str
@@ -87,26 +87,26 @@ class InvarianceRow:
 
     @property
     def differs(self) -> bool:
-        """Whether it changes where it must stay."""
+        """Return whether the output changes where it must stay the same."""
         return self.n_different > 0
 
     @property
     def label(self) -> str:
-        """The module, its class and the call."""
+        """Return the module's name, its class and the number of the call, as text."""
         name = self.name if self.name and self.name[0] not in "[." else f"(model){self.name}"
         return escape_controls(f"{name} ({self.type})" + f", call {self.call}" * bool(self.call))
 
 
 @dataclass(frozen=True, repr=False)
 class Invariance(Localisation):
-    """Which outputs of a model depend on what they must not depend on.
+    """Holds which outputs of a model depend on something that they must not depend on.
 
     Attributes:
         rows: the outputs that were compared, for each change in the order of execution. The checks
             end with the first change that shows a dependence.
-        to: as it was given to `check_invariance`.
+        to: the argument `to` of `check_invariance`.
         not_judged: outputs and changes that could not be judged, each with the reason.
-        notes: what was assumed, and what was found to be rounding.
+        notes: what was assumed about the inputs, and which differences are only rounding.
     """
 
     rows: tuple[InvarianceRow, ...]
@@ -117,12 +117,12 @@ class Invariance(Localisation):
 
     @property
     def first(self) -> InvarianceRow | None:
-        """The row in which the dependence begins; None if there is none."""
+        """Return the row in which the dependence begins; None if there is none."""
         return next((r for r in self.rows if r.place is not None), None)
 
     @property
     def verdict(self) -> str:
-        """The layer in which the dependence begins, and where in it, in one line."""
+        """Return the layer in which the dependence begins, and where in it, in one line."""
         if first := self.first:
             return f"{first.label} {_DEPENDS[self.to]}{first.place and ', '}{first.place}"
         inner = sum(r.differs for r in self.rows)
@@ -158,7 +158,7 @@ def _run(
     seed: int | None = None,
     decode: Decode | None = None,
 ) -> tuple[CallTree, bool]:
-    """Run `model`, show each tensor of its layers to `look`, and leave everything as it was.
+    """Run `model` on the inputs of `steps`, pass each tensor of its layers to `look`, restore all.
 
     Returns the calls of the last step, and whether the model drew random numbers.
     """
@@ -199,14 +199,14 @@ def _random_state() -> list[Tensor]:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are the same bit by bit, but for kinds of NaN."""
+    """Return whether two tensors have equal shape, dtype and values; all NaN are equal."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 class _Reference:
-    """The unchanged run: its tensors, what their axes hold, whether it draws random numbers."""
+    """Holds the unchanged run: its tensors, what their axes hold, whether it draws randomly."""
 
     def __init__(self, model: nn.Module, modules: dict[str, nn.Module], given: Given) -> None:
         self.model, self.modules, self.given, self.notes = model, modules, given, list[str]()
@@ -246,7 +246,7 @@ class _Reference:
         return seq != other and (seq, other) == (self._n_calls[name], self._other_n_calls[name])
 
     def readings(self, place: Place) -> list[Reading]:
-        """Return all ways to read the axes of a tensor."""
+        """Return all ways to assign samples and positions to the axes of a tensor."""
         call, side, path = place
         if self.positions_are_calls(call.name):
             call = Call(call.name)
@@ -256,7 +256,7 @@ class _Reference:
 
 
 class _Found(NamedTuple):
-    """How far a tensor is from that of the unchanged run, where it must stay."""
+    """Holds how far a tensor is from that of the unchanged run, where it must stay the same."""
 
     n_different: int = 0
     rel_error: float = 0.0
@@ -265,14 +265,14 @@ class _Found(NamedTuple):
 
 
 class _Comparison:
-    """What one change does to each tensor of the unchanged run."""
+    """Runs the model with one change, and compares each tensor with that of the unchanged run."""
 
     def __init__(
         self, ref: _Reference, change: Change, rtol: float | None, exact_rtol: float = 0.0
     ) -> None:
         self.ref, self.change, self.rtol, self.exact_rtol = ref, change, rtol, exact_rtol
         self.found, self.unjudged = dict[Place, _Found](), dict[Place, str]()
-        self.tables = set[Place]()  # what no value of the input changes: positions, masks
+        self.tables = set[Place]()  # tensors that no value of the input changes: positions, masks
         if change.needs and not change.exact:
             step = Step(ref.given.changed(seed=7), ref.given.size)
             _run(ref.model, ref.modules, [step], self.see_table)
@@ -280,12 +280,12 @@ class _Comparison:
             _run(ref.model, ref.modules, steps, self.see, change.seed, change.decode)
 
     def see_table(self, _step: Step, place: Place, t: Tensor) -> None:
-        """Note a tensor that other values everywhere do not change."""
+        """Note a tensor that stays the same when all values of the input are changed."""
         if place in self.ref.values and _equal(self.ref.values[place], t):
             self.tables.add(place)
 
     def see(self, step: Step, place: Place, t: Tensor) -> None:
-        """Compare a tensor with that of the unchanged run, where it must stay."""
+        """Compare a tensor with that of the unchanged run where it must stay; keep the result."""
         (call, *where), ref = place, self.ref
         by_call = bool(self.change.needs) and ref.positions_are_calls(call.name)
         for here, there in step.pairs or [(Region(), Region())]:
@@ -304,7 +304,7 @@ class _Comparison:
     def compare(
         self, place: Place, b: Tensor, size: Size, here: Region, there: Region, by_call: bool
     ) -> _Found | str:
-        """Compare a tensor's part `there` with the unchanged part `here`; or say why not."""
+        """Compare the part `there` of `b` with the unchanged part `here`; or return why not."""
         ref, change, a = self.ref, self.change, self.ref.values.get(place)
         if a is None:
             return "the unchanged run has no such tensor"
@@ -319,13 +319,13 @@ class _Comparison:
         for way in ways:
             axes = " × ".join(map(str, way)) + ", positions by call" * by_call
             if change.exact and place[1] == "in":
-                # scores of queries and keys: what later keys give to a query is an input too
+                # attention scores: for each query, its scores for all keys count as inputs
                 several = [d for d, axis in enumerate(way) if axis.positions and not axis.samples]
                 way = tuple(Axis() if d in several[1:] else axis for d, axis in enumerate(way))
             mine, other = take(a, way, ref.given.size, here), take(b, way, size, there)
             if mine and other and all(map(np.array_equal, mine[1], other[1])):
                 results.append(self.measure(mine[0], other[0], axes))
-        if results:  # it has changed only if it has by all readings
+        if results:  # the axes are ambiguous: only a change under every reading is one
             return min(results)
         held = {"either": "samples or positions"}.get(change.needs, change.needs)
         return "its size does not follow the input's" if ways else f"no axis holds {held}"
@@ -335,7 +335,7 @@ class _Comparison:
         if a.shape != b.shape:
             return _Found(max(1, a.numel()), math.inf, math.inf, axes)
         discrete = not (a.is_floating_point() or a.is_complex())
-        # indices and decisions flip where two values are near, which another layout moves
+        # another layout moves values a little, and then indices and booleans of near ties flip
         if not a.numel() or _equal(a, b) or (discrete and not self.change.exact):
             return _Found(axes=axes)
         usual = max(_RTOL.get(t.dtype.to_real(), 0.0) for t in (a, b))
@@ -346,7 +346,7 @@ class _Comparison:
         return _Found(d.n_different, d.rel_error, d.max_abs_error, axes)
 
     def rows(self) -> list[InvarianceRow]:
-        """Return a row for each output that was judged; one has a place if a dependence begins."""
+        """Return a row for each output that was judged; set `place` where a dependence begins."""
         tree, modules, made = self.ref.tree, self.ref.modules, list[InvarianceRow]()
         outputs, inputs_differ = dict[Call, dict[str, _Found]](), set[Call]()
         for (call, side, path), found in self.found.items():
@@ -356,14 +356,14 @@ class _Comparison:
                 inputs_differ.add(call)
         differ = {c for c, paths in outputs.items() if any(f.n_different for f in paths.values())}
         stays = set(outputs) - differ
-        # without effect: a value that is not used, or masked later
+        # a difference inside a call that stays has no effect: it is unused, or masked later
         outputs_differ = {c for c in differ if not any(outer in stays for outer in tree.around(c))}
-        for call in [*outputs_differ]:  # what cannot be judged differs if something in it does
+        for call in [*outputs_differ]:  # an outer call without judged outputs differs too
             outputs_differ |= {outer for outer in tree.around(call) if outer not in outputs}
         first = tree.first(inputs_differ, outputs_differ)
         if first is None:
             first = next((c for c in tree.ended if c in outputs_differ), None)
-        if first is not None and first not in outputs:  # shown by what it gives to layers inside
+        if first is not None and first not in outputs:  # its row has the errors of tensors inside
             inside = [f for (c, *_), f in self.found.items() if tree.parent[c] == first]
             outputs[first] = {"": max(inside)}
         for call in tree.ended:
@@ -391,7 +391,7 @@ def _holds(way: Reading, needs: str, by_call: bool) -> bool:
 
 
 class _Float64(TorchFunctionMode):
-    """Gives float64 to whatever asks for a narrower floating point dtype."""
+    """Replaces narrower floating point dtypes by float64 in all calls of torch functions."""
 
     _NARROW = (torch.float32, torch.float16, torch.bfloat16)
     _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
@@ -410,7 +410,8 @@ class _Float64(TorchFunctionMode):
 
 
 def _effect(rows: list[InvarianceRow]) -> float:
-    """Return how much the model's output changes; where that is not known, where it begins."""
+    """Return the relative error of the model's output, or where the dependence begins."""
+    # the model's name is "", so the name of its rows is the path alone
     whole = [r.rel_error for r in rows if r.name == r.path and r.differs]
     return max(whole or [r.rel_error for r in rows if r.place is not None], default=0.0)
 
@@ -418,9 +419,9 @@ def _effect(rows: list[InvarianceRow]) -> float:
 def _confirmed(
     rows: list[InvarianceRow], in_float64: Callable[[], list[InvarianceRow]], rtol: float
 ) -> tuple[list[InvarianceRow], str]:
-    """Return rows that show no rounding as a dependence, and a note about what was found out.
+    """Return the rows without a dependence that is only rounding, and a note about it.
 
-    A small error may be rounding. Rounding vanishes in float64, a dependence stays as large.
+    A small error may be rounding. Rounding vanishes in float64; a dependence stays as large.
     """
     size, default = _effect(rows), torch.get_default_dtype()
     first = next(r for r in rows if r.place is not None)
@@ -459,16 +460,16 @@ def check_invariance(
     rtol: float | None = None,
     **kwargs: Any,
 ) -> Invariance:
-    """Find the first layer whose output depends on what it must not depend on.
+    """Find the first layer whose output depends on something that it must not depend on.
 
-    The model runs as it is given, and again with changes that must not matter: without gradients,
-    in the modes in which its modules are, from the same random state. Everything is as before
-    afterwards. Compiled models run eagerly. The tensors of all layers are kept meanwhile.
+    The model runs unchanged, and again with changes that must not matter: without gradients, in the
+    current modes of its modules, from the same random state. Its state is restored afterwards.
+    Compiled models run eagerly. The tensors of all layers are kept in memory meanwhile.
 
-    A change of values leaves all shapes, so nothing may differ by one bit. A change of the layout
-    has other kernels, so there is a tolerance; it is not tried if the model draws random numbers.
-    Small errors are confirmed by a copy in float64. What the axes of an output hold is learned
-    from a run with one sample more and two positions less.
+    If a change keeps all shapes, no bit of a value may differ. A change of the layout uses other
+    kernels, so a tolerance applies; it is skipped if the model draws random numbers. Small errors
+    are confirmed with a copy in float64. A run with one more sample and two fewer positions shows
+    which axes hold samples and positions.
 
     Args:
         model: a model; a batch of one sample is enough.
@@ -479,8 +480,8 @@ def check_invariance(
             cache, or all at once. `"repeat"`: the same call again, and another random state.
         vary: the name of the input that is changed; by default the first that is no mask.
         batch_dim: the axis of samples of that input.
-        seq_dim: its axis of positions; by default the second of integers of two axes and of floats
-            of three (the first if `batch_dim` is 1).
+        seq_dim: the axis of positions of that input. By default integers with two axes and floats
+            with three have it as the second (as the first if `batch_dim` is 1).
         padded: for `"padding"`, (samples, positions), true where padding is. By default the input
             with "mask" in its name says it.
         documents: for `"packing"`, (samples, positions), the number of each position's document. By

@@ -1,9 +1,9 @@
-"""`find_nonfinite`: the function, and the line of source, that makes the first NaN or Inf.
+"""`find_nonfinite` finds the function and the line of source that make the first NaN or Inf.
 
-In the forward a `TorchFunctionMode` sees each torch function. The first Inf by time is often a
-mask, which ends in a softmax, so the search begins at the output and follows what is not finite
-back to the call that made the first of it. In the backward each node of the autograd graph is asked
-whether it made a bad gradient of good ones, and the search goes from the parameters to the loss.
+In the forward a `TorchFunctionMode` sees each torch function. The first Inf in time is often a mask
+that a softmax removes. So the search starts at the output, and follows NaN and Inf back to the call
+that made the first of them. In the backward a hook on each autograd node notes which nodes turned
+good gradients into bad ones, and the search goes from the parameters' gradients to the loss.
 
 "Bad" in the names and comments of this file: holds NaN or Inf.
 """
@@ -52,7 +52,7 @@ _LINE = re.compile(r'\s*File "(.*)", line (\d+), in ')
 
 @dataclass(frozen=True)
 class NonFiniteCall:
-    """A call that returned NaN or Inf, or a node of the backward that did.
+    """Describes a call, or a node of the backward, that returned NaN or Inf.
 
     Attributes:
         name, type: the innermost module that was running, and its class; `""` for none.
@@ -76,7 +76,7 @@ class NonFiniteCall:
 
     @property
     def label(self) -> str:
-        """The function, its line and its module: `sqrt (net.py:41) in blocks.1 (Block)`."""
+        """Return the function, its line and its module: `sqrt (net.py:41) in blocks.1 (Block)`."""
         at = f" ({Path(self.file).name}:{self.line})" if self.file else ""
         where = f" in {self.name or 'the model'} ({self.type})" if self.type else ""
         return escape_controls("backward of " * self.backward + self.function + at + where)
@@ -84,12 +84,12 @@ class NonFiniteCall:
 
 @dataclass(frozen=True, repr=False)
 class NonFinite(Localisation):
-    """What made the first NaN or Inf in a run of a model. Ask `found.first is None`.
+    """Holds what made the first NaN or Inf in a run; `found.first is None` if all is finite.
 
     Attributes:
-        rows: the call that made it and those that passed it on to the output, as they ran; in the
-            backward the nodes that made it of finite gradients, or NaN of Inf.
-        not_judged: what could not be seen, with the reason.
+        rows: the call that made it and the calls that passed it on to the output, in order; in the
+            backward the nodes that made it from finite gradients, or NaN from Inf.
+        not_judged: what could not be checked, with the reason.
     """
 
     rows: tuple[NonFiniteCall, ...]
@@ -98,12 +98,12 @@ class NonFinite(Localisation):
 
     @property
     def first(self) -> NonFiniteCall | None:
-        """The call, or the node of the backward, that made the first NaN or Inf; None for none."""
+        """Return the call or node that made the first NaN or Inf; None if all is finite."""
         return self.rows[0] if self.rows else None
 
     @property
     def verdict(self) -> str:
-        """The function, its line, its module, and whether its inputs were finite, in one line."""
+        """Return in one line the function, its place, and whether its inputs were finite."""
         if self.first is None:
             return "no NaN or Inf"
         given = "gradients" if self.first.backward else "inputs"
@@ -128,20 +128,20 @@ def find_nonfinite(
     loss: Callable[[Any], Tensor] | None = None,
     **kwargs: Any,
 ) -> NonFinite:
-    """Run a model once, and name the function and the line that make the first NaN or Inf.
+    """Run a model once, and find the function and the line that make the first NaN or Inf.
 
-    Values that do not reach the output do not count, such as a mask of `-inf` that a softmax takes
-    away. The model runs without its wrappers and compiled code, in the mode that it is in, and is
-    put back as it was (see `preserve_state`). If you train in `torch.autocast`, call this in it.
+    Values that do not reach the output do not count, such as a mask of `-inf` that a softmax
+    removes. The model runs without its wrappers and compiled code, in its current mode, and its
+    state is restored (see `preserve_state`). If you train in `torch.autocast`, call this in it.
 
     Args:
         model: any model.
-        *inputs: of the model; they are copied.
+        *inputs: the model's positional inputs; they are copied.
         backward: if the forward is finite, run the backward too, and name what makes the first
             gradient that is not finite and reaches a parameter, or an input that requires one.
-        loss: a function of the model's output, for the backward. Without it the loss in the output
-            is taken; if there is none, the gradient of each output is 1.
-        **kwargs: further inputs of the model, by keyword.
+        loss: a function of the model's output, for the backward. By default the backward starts at
+            the loss in the output; if there is none, at all outputs with gradients of 1.
+        **kwargs: the model's keyword inputs.
 
     Raises:
         ArgumentError: `model` is no module; no output needs a gradient, or the backward goes
@@ -171,15 +171,15 @@ def _autocast() -> dict[str, tuple[bool, torch.dtype]]:
 
 @dataclass
 class ModelCall:
-    """One call of a model, or of a part of it, with all that is needed to make it again.
+    """Holds what is needed to repeat one call of a model or of a module in it.
 
     Attributes:
-        name: of the module, `""` for the model itself.
-        inputs, output: by reference.
+        name: the module's name, `""` for the model itself.
+        inputs, output: by reference, not copied.
         random: the random states before the call.
-        autocast: for each type of device whether autocast was on, and its dtype.
-        grad: gradients were on.
-        grads: the gradients of tensors in the output, by number; of a loss in it, that alone.
+        autocast: type of device → (whether autocast was on, its dtype).
+        grad: whether gradients were on.
+        grads: gradients of the output's tensors, by number; if it holds a loss, only the loss's.
     """
 
     name: str
@@ -213,14 +213,14 @@ def search(
     loss: Callable[[Any], Tensor] | None = None,
     layer: str | None = None,
 ) -> NonFinite:
-    """Make calls of `root`, or of modules in it, and name what makes the first NaN or Inf.
+    """Repeat calls of `root`, or of modules in it, and find what makes the first NaN or Inf.
 
     Args:
         root: the model, without wrappers.
-        calls: in their order. Their `grads`, if there are any, are where the backward begins.
-        backward: goes on with the backward if all is finite.
+        calls: in their order. If they have `grads`, the backward starts from these.
+        backward: also run the backward if the forward is finite.
         loss: as in `find_nonfinite`.
-        layer: a module whose outputs count, whether they reach the model's output or not.
+        layer: a module whose outputs count even if they do not reach the model's output.
     """
     modules = {name: m for name, m, first in walk(root) if first and can_run(m)}
     functions, nodes, tree = _Functions(root), _Nodes(modules), CallTree()
@@ -274,7 +274,7 @@ def search(
             raise ArgumentError("find_nonfinite: no output of the model needs a gradient.")
         leaves = [t for t in [*root.parameters(), *tree_leaves(inputs)] if t.requires_grad]
         found = nodes.run(leaves, ends)
-        # a kernel may hide NaN that it is given (fused attention does), and make it in its backward
+        # fused attention can return finite values for NaN inputs, and NaN only in its backward
         hidden = functions.hidden.get(next(iter(found), None), [])
         rows = functions.path_to(hidden) if hidden else []
         return NonFinite((*rows, *found.values()), unread)
@@ -328,13 +328,14 @@ def _words(tensors: Iterable[Tensor]) -> str:
 
 @dataclass(eq=False)
 class _Made:
-    """A call that returned something bad, or a tensor that was bad before the run.
+    """Records a call that returned something bad, or a tensor that was bad before the run.
 
     Attributes:
-        nan: NaN is in it, not only Inf.
-        is_mask: an Inf that the user wrote as a constant, or made of nothing but such.
-        parents: what made its bad inputs.
-        tensors: the bad results; kept, so that no memory is used twice.
+        row: the call, as the result shows it.
+        nan: whether there is a NaN, not only Inf.
+        is_mask: whether it is Inf that comes only from constants or other masks.
+        parents: the records of what made its bad inputs.
+        tensors: the bad results; kept, so that PyTorch does not reuse their memory.
     """
 
     row: NonFiniteCall
@@ -345,13 +346,13 @@ class _Made:
 
 
 class _Functions(TorchFunctionMode):
-    """Note each torch function that returns something bad, and what made its bad inputs.
+    """Notes each torch function that returns something bad, and what made its bad inputs.
 
     Attributes:
-        made: by the memory of the bad tensors.
-        last: the last that is no mask, or None.
-        met_unreadable: there were values that `is_bad` cannot read.
-        hidden: the bad inputs, without masks, of a call whose result is finite, by its node.
+        made: memory of a bad tensor → the record of what made it.
+        last: the latest record that is not a mask, or None.
+        met_unreadable: whether there were values that `is_bad` cannot read.
+        hidden: autograd node → the bad inputs (no masks) of a call that returned finite values.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -365,7 +366,7 @@ class _Functions(TorchFunctionMode):
         self.know((f"the buffer {name}", t) for name, t in root.named_buffers())
 
     def know(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Remember tensors that are there before the run, each with a text that names it."""
+        """Note tensors that exist before the run, each with a text that names it."""
         self._names.update((storage_of(t)[0], text) for text, t in tensors)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -379,7 +380,7 @@ class _Functions(TorchFunctionMode):
         values = _words(given) if inplace else None  # as they were before
         out = func(*args, **kwargs)
         bad = [t for t in tree_leaves([out, args[0] if name == "setitem" else None]) if is_bad(t)]
-        if not inplace:  # a view of a bad tensor is no new one
+        if not inplace:  # a view shows bad values that another call made
             views = {storage_of(t)[0] for t in bad_given}
             bad = [t for t in bad if storage_of(t)[0] not in views]
         if not bad and (hidden := [t for t in bad_given if not self._maker(t).is_mask]):
@@ -394,14 +395,14 @@ class _Functions(TorchFunctionMode):
             finite = not (bad_given or constants)
             row = NonFiniteCall(module, kind, name, False, file, line, _words(bad), values, finite)
             nan = any(map(_has_nan, bad))
-            written = bool(constants or parents) and all(made.is_mask for made in parents)
-            made = _Made(row, nan, written and not nan, parents, bad)
+            only_masks = bool(constants or parents) and all(made.is_mask for made in parents)
+            made = _Made(row, nan, only_masks and not nan, parents, bad)
             self.last = self.last if made.is_mask else made
             self.made.update((storage_of(t)[0], made) for t in bad)
         return out
 
     def _maker(self, t: Tensor) -> _Made:
-        """Return what made a bad tensor; for one that is not known, a new record."""
+        """Return the record of what made a bad tensor; make one if its maker was not seen."""
         key = storage_of(t)[0]
         if key not in self.made:
             row = NonFiniteCall("", "", self._names.get(key, _UNSEEN), made=_words([t]))
@@ -416,7 +417,7 @@ class _Functions(TorchFunctionMode):
 
     def path_to(self, bad: list[Tensor]) -> list[NonFiniteCall]:
         """Return the calls that lead to one of `bad`, as they ran; [] if the first is not known."""
-        # in an output with a mask and an error, the error
+        # an error is preferred to a mask, and a NaN is followed to a NaN, an Inf to an Inf
         path = [min(map(self._maker, bad), key=lambda made: made.is_mask)]
         while parents := [p for p in path[-1].parents if not p.is_mask and p not in path]:
             path.append(max(parents, key=lambda p: p.nan == path[-1].nan))
@@ -425,7 +426,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _line() -> tuple[str, int]:
-    """Return file and line of the innermost frame that is the user's or a library's."""
+    """Return file and line of the innermost frame outside of PyTorch and hookkit."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
         frame = frame.f_back
@@ -436,12 +437,12 @@ def _line() -> tuple[str, int]:
 
 
 class _Nodes:
-    """Look at the nodes of an autograd graph as they run, and follow bad gradients to the first.
+    """Notes the bad gradients of each autograd node, and follows them back to the first.
 
     Attributes:
-        owner: the innermost module that made each node.
-        bad: for each node that ran, in that order, which of its results are bad.
-        rows: the nodes that made something bad of what is finite, or NaN of Inf.
+        owner: node → the name of the innermost module that made it.
+        bad: node → for each of its results whether it is bad, in the order in which nodes ran.
+        rows: the nodes that made something bad from finite gradients, or NaN from Inf.
     """
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
@@ -450,7 +451,10 @@ class _Nodes:
         self.bad, self.rows = dict[Any, list[bool]](), dict[Any, NonFiniteCall]()
 
     def own(self, name: str, m: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        """Note the nodes that a call of a module has made. The calls in it have ended before."""
+        """Note a module as the owner of the nodes that its call made, unless an inner call did.
+
+        Inner calls end earlier, so they have noted their nodes already.
+        """
         before = {t.grad_fn for t in tree_leaves((args, kwargs))}
         todo = [t.grad_fn for t in tree_leaves(out)]
         while todo:
@@ -460,7 +464,7 @@ class _Nodes:
                 todo += [n for n, _ in node.next_functions]
 
     def _after(self, node: Any, grad_inputs: Any, grad_outputs: Any) -> None:
-        """Note what a node has made of what, right after it has run."""
+        """Note which results of a node are bad, and make a row if its inputs do not explain it."""
         bad = self.bad[node] = [g is not None and is_bad(g) for g in grad_inputs]
         given = [g for g in grad_outputs if isinstance(g, Tensor)]
         made = [g for g, is_it in zip(grad_inputs, bad, strict=True) if is_it]
@@ -481,11 +485,11 @@ class _Nodes:
         return NonFiniteCall(name, kind, words, True, file, line, made, given, finite)
 
     def run(self, leaves: list[Tensor], ends: list[Any]) -> dict[Any, NonFiniteCall]:
-        """Run the backward; return the nodes that made what is bad in the gradients of `leaves`.
+        """Run the backward; return the nodes that made the bad gradients of `leaves`, with rows.
 
         Args:
             leaves: parameters, and inputs that require a gradient.
-            ends: pairs of a tensor where the backward begins, and its gradient.
+            ends: pairs of a tensor at which the backward begins, and its gradient.
         """
         tensors, given = ([*column] for column in zip(*ends, strict=True))
         graph = [node for node, _ in graph_nodes(tensors)]
@@ -505,7 +509,7 @@ class _Nodes:
         bad = {id(p) for p, g in zip(leaves, made, strict=True) if g is not None and is_bad(g)}
         todo = [node for node in users if id(getattr(node, "variable", None)) in bad]
         ended, reached = {t.grad_fn for t in tensors}, set(todo)
-        while todo:
+        while todo:  # from the bad leaves towards the loss, along bad gradients
             node = todo.pop()
             given_by = users.get(node, ())
             givers = {u for u, i in given_by if True in self.bad.get(u, [])[i : i + 1]}
@@ -514,8 +518,9 @@ class _Nodes:
                 return {node: NonFiniteCall("", "", what, True, given=f"outputs {_words(tensors)}")}
             if not givers:  # each gradient that the node got is finite
                 self.rows[node] = self._row(node, "an overflow", "gradients whose sum it is")
-            known = {user for user in givers if user in self.rows and self.rows[user].inputs_finite}
-            todo += givers - reached - known
+            # a node that got only finite gradients is a maker: the search ends there
+            makers = {u for u in givers if u in self.rows and self.rows[u].inputs_finite}
+            todo += givers - reached - makers
             reached |= givers
         ran = dict.fromkeys([*self.bad, *self.rows])
         return {n: self.rows[n] for n in ran if n in reached and n in self.rows}
