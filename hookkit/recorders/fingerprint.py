@@ -1,9 +1,9 @@
-"""`Fingerprint`: sketches of all that a training step computes, in a file, step by step.
+"""`Fingerprint` writes sketches of all tensors that each training step computes to a file.
 
-`Sketches` has the hooks, and keeps what they see of the step under way: rows, each with the number
-of a sketch, so that a tensor which many modules pass on is read once. At the step's end the rows
-(what there is, the same in most steps) and the sketches (its values) become lines of the file,
-which `inspection/run_file.py` describes and reads.
+`Sketches` holds the hooks, and collects the current step: a row for each tensor that a module takes
+or returns, with the number of its sketch, so that a tensor which many modules pass on is read once.
+At the end of the step, the rows (which tensors there are, the same in most steps) and the sketches
+(their values) are written. `inspection/run_file.py` describes and reads the file.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ from hookkit.recorders.graph_op import enlist, show_traced
 from hookkit.recorders.parameters import named_parameters
 from hookkit.recorders.sketch import sketch
 
-_HOW = ("foreach", "fused", "capturable", "differentiable")
-"""Hyperparameters that say how a step is computed, not what."""
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""Hyperparameters that choose a kernel, and do not change what a step computes."""
 
 
 class Fingerprint(HookCallback):
-    """Writes to a file what each step of a training computes, for `compare_runs`.
+    """Writes to a file what each training step computes, for `compare_runs`.
 
     The file has no values, but a 64-bit hash, the norm and four random projections of each tensor:
-    of what each layer takes and gives, of the gradients of outputs and parameters, and of weights
+    of what each layer takes and returns, of the gradients of outputs and parameters, and of weights
     and buffers before and after the step. It also has the hyperparameters, the scale of a
     GradScaler, and hashes of the random states. Each step is written as it ends, so the file of a
-    killed process is readable up to its last whole step. On a GPU a step is written as the next
+    killed process is readable up to its last whole step. On a GPU a step is written when the next
     recorded one ends, so that no step waits for the device.
 
     Args:
-        path: of the file. In several processes each has its own: `path.rank0`, `path.rank1`. The
+        path: the file. With several processes each writes its own: `path.rank0`, `path.rank1`. The
             fingerprint of another run is overwritten when the first step ends.
-        every: records the optimizer steps whose number is a multiple of `every`.
-        modules: which, as for `select`; None takes all modules.
+        every: record the optimizer steps whose number is a multiple of `every`.
+        modules: the modules to record, as for `select`; None records all.
 
     Gradients of outputs are recorded for modules without children. A forward without gradients in
-    evaluation mode is not recorded. A tensor is read once while its version stays; weights are read
-    before and after each step.
+    evaluation mode is not recorded. A tensor is read again only after an in-place write; weights
+    are read before and after each step.
 
     Cost: three reads of each tensor. On a CPU a step of a small transformer takes about 1.3 times
     as long with a batch of 8 times 128 tokens, and twice as long with 32 tokens.
@@ -88,9 +88,10 @@ class Fingerprint(HookCallback):
         super().__init__(modules, every, include_paramless=True, on_valid=False)
         self.path = check_path("Fingerprint", path)
         self._last = -1  # the number of the last recorded step
-        self._begun = False  # whether the file is this recorder's own by now
-        self._layout: Any = None  # that of the last line
-        self._waiting: Callable[[], list[str]] | None = None  # waits for lines, and returns them
+        self._begun = False  # whether this recorder has written to the file
+        self._layout: Any = None  # the layout that was written last
+        # waits for the sketches of the last step, and returns its lines
+        self._waiting: Callable[[], list[str]] | None = None
 
     # --- hooks
 
@@ -124,7 +125,7 @@ class Fingerprint(HookCallback):
         super().before_fit()
 
     def before_batch(self) -> None:
-        """Decide whether this batch is recorded; note the weights before the step's first one."""
+        """Decide whether this batch is recorded; before a step's first batch note the weights."""
         self._switch.on = self.learn.training and self.learn.n_steps % self.every == 0
         if self.recording:
             if not self.hooks.trees:
@@ -152,7 +153,7 @@ class Fingerprint(HookCallback):
             self.hooks.end_step()
 
     def cleanup_fit(self) -> None:
-        """Take the hooks off, and write the last step."""
+        """Remove the hooks, and write the last step."""
         super().cleanup_fit()
         self.hooks = None
         self._flush()
@@ -178,7 +179,7 @@ class Fingerprint(HookCallback):
                     self.hooks.note_next("param_grad", name, "", p.grad)
 
     def _settings(self) -> dict[str, Any]:
-        """Return the hyperparameters of the step: `"lr of group 0"`. Groups are counted through."""
+        """Return the hyperparameters by name: `lr of group 0`, numbered across all optimizers."""
         found: dict[str, Any] = {}
         i = 0
         for n, opt in enumerate(self.learn.stepped_opts):
@@ -188,7 +189,7 @@ class Fingerprint(HookCallback):
                     value = rate if key == "lr" else group.get(key)
                     if isinstance(value, Tensor):
                         value = value.tolist()  # sync: if it is on a device
-                    if key not in _HOW:
+                    if key not in _IMPLEMENTATION:
                         found[f"{key} of group {i}"] = value
                 i += 1
         return found
@@ -196,7 +197,7 @@ class Fingerprint(HookCallback):
     # --- the file
 
     def _write(self, step: int) -> None:
-        """Write the step once its sketches have arrived: at once if they are on the CPU."""
+        """Write the step when its sketches have arrived: now if they are on the CPU."""
         layout, settings = self.hooks.layout(), self._settings()
         is_new, self._layout = layout != self._layout, layout
         read, arrived = self.hooks.read_later()
@@ -230,30 +231,30 @@ class Fingerprint(HookCallback):
 
 
 class Sketches(Switch):
-    """The hooks of one recorder, and what they have seen of the step under way.
+    """Holds the hooks of one recorder, and what they have seen in the current step.
 
     Attributes:
         on: whether the hooks note anything.
-        thread: whose forwards are noted.
-        id, token: what compiled graphs know it by.
+        thread: the thread whose forwards are noted.
+        id, token: by which compiled graphs find it (`graph_op.enlist`).
         trees: the calls of each batch of the step.
-        parameters: of the model, by name, as the step began.
-        known: of each tensor that was read, by id: itself, if it still lives, its version, the
-            number of its sketch.
+        parameters: the model's parameters at the beginning of the step.
+        known: id of a tensor that was read → (weak reference, version, number of its sketch).
     """
 
     def __init__(self) -> None:
         super().__init__(on=False)
         self.thread, (self.id, self.token) = get_ident(), enlist(self)
-        self._modules: list[tuple[str, nn.Module]] = []  # by row, which is what a graph can hold
+        # by number, the `row` below: a compiled graph can hold no module
+        self._modules: list[tuple[str, nn.Module]] = []
         self._handles: list[RemovableHandle] = []
         self.end_step()
 
     def end_step(self) -> None:
-        """Forget everything: a step begins."""
+        """Clear what was collected; the next step begins."""
         self.trees: list[CallTree] = []
         self.parameters: list[tuple[str, str, nn.Parameter]] = []
-        # for each batch, as calls begin and end: name, class, mode, `extra_repr`; the name alone
+        # for each batch: as a call begins (name, class, mode, `extra_repr`), as it ends (name,)
         self._events: list[list[tuple[Any, ...]]] = []
         # (what, batch, name, call, path) → the number of a sketch, dtype and shape
         self._rows: dict[tuple[str, int, str, int, str], tuple[int, str, tuple[int, ...]]] = {}
@@ -263,7 +264,7 @@ class Sketches(Switch):
         self._call: Call | None = None  # whose inputs or outputs are being noted
 
     def begin_batch(self) -> None:
-        """Begin a batch of the step."""
+        """Begin a batch of the step, and note the random states."""
         self.trees.append(CallTree())
         self._events.append([])
         for name, state in random_states().items():
@@ -275,8 +276,8 @@ class Sketches(Switch):
     def attach(self, name: str, module: nn.Module) -> None:
         """Register hooks that note the inputs and outputs of a module.
 
-        If it calls no other modules, the gradients of its outputs are noted too: those of other
-        modules are mostly the gradients of a module inside.
+        If it calls no other modules, the gradients of its outputs are noted too; for other modules
+        they are mostly those of a module inside.
         """
         row = len(self._modules)
         self._modules.append((name, module))
@@ -315,7 +316,7 @@ class Sketches(Switch):
         self._handles, self._modules = [], []
 
     def update(self, row: int, leaf: int, place: str, t: Tensor) -> None:
-        """Note a tensor that a module takes or gives, or a gradient; compiled graphs call this.
+        """Note an input, an output or a gradient of a module; compiled graphs call this too.
 
         Args:
             row: the number of the module.
@@ -343,9 +344,10 @@ class Sketches(Switch):
     def _begin(self, row: int) -> None:
         name, module = self._modules[row]
         self._call = None
+        # an evaluation between the training steps is not recorded
         if module.training or torch.is_grad_enabled() or self.trees[-1].current is not None:
             self._call = self.trees[-1].begin(name)
-            # what a module of PyTorch says of itself shows an attribute that differs
+            # `extra_repr` of PyTorch's modules shows attributes that may differ between two runs
             is_torch = type(module).__module__.startswith("torch.nn.modules")
             says = module.extra_repr() if is_torch and not submodules(module) else ""
             self._events[-1].append((name, class_name(module), module.training, says))
@@ -358,7 +360,7 @@ class Sketches(Switch):
     # --- rows
 
     def note(self, what: str, name: str, call: int, path: str, t: Tensor) -> None:
-        """Note a tensor; it is read if it was not, or was written since."""
+        """Add a row for a tensor; sketch the tensor unless the sketch of this version is there."""
         if not self.knows(t):
             found = sketch(t)
             number = -1 if found is None else len(self._sketches)
@@ -369,28 +371,28 @@ class Sketches(Switch):
         self._rows[what, batch, name, call, path] = number, str(t.dtype)[6:], tuple(t.shape)
 
     def note_next(self, what: str, name: str, path: str, t: Tensor) -> None:
-        """Note a gradient: the number of its call is how many have arrived there before."""
+        """Add a row for a gradient; its call number counts the gradients that came there before."""
         arrived = self._n_grads[what, name, path]
         self._n_grads[what, name, path] += 1
         self.note(what, name, arrived, path, t)
 
     def knows(self, t: Tensor) -> bool:
-        """Return whether this tensor was read, and has not been written since."""
+        """Return whether this tensor was sketched, and has not been written since."""
         known = self.known.get(id(t))
         return known is not None and known[0]() is t and known[1] == _version(t)
 
     # --- the end of a step
 
     def layout(self) -> dict[str, Any]:
-        """Return what the step consists of, as the file has it, without the values."""
+        """Return the calls and rows of the step, without values, as the file has them."""
         return {"calls": self._events, "rows": [(*key, *row) for key, row in self._rows.items()]}
 
     def read_later(self) -> tuple[Callable[[], Any], bool]:
         """Begin to copy the sketches to the host.
 
         Returns:
-            A function that waits for them and returns an array of `SKETCH`; and whether it has
-            nothing to wait for, since all of them are on the CPU.
+            A function that waits for them and returns an array of `SKETCH`; and whether all of them
+            are on the CPU, so that it need not wait.
         """
         devices = [found.device for found in self._sketches]
         copies = {

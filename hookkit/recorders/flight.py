@@ -299,9 +299,10 @@ class FlightRecorder(HookCallback):
     def _with_evidence(self, incident: Incident) -> Incident:
         """Run the batch of an incident again, and save it; return the incident with both noted."""
         learn, calls, notes = self.learn, self._calls, [incident.note]
-        if calls.lost or calls.late or ranks.is_distributed():
-            late = "weights have changed since" if calls.late else "other processes run beside it"
-            notes.append(f"The batch is not run again: {calls.lost or late}.")
+        if calls.lost or calls.weights_changed or ranks.is_distributed():
+            changed = "weights have changed since" if calls.weights_changed else ""
+            why = calls.lost or changed or "other processes run beside it"
+            notes.append(f"The batch is not run again: {why}.")
         else:
             loss = None
             if learn.loss_func is not None and hasattr(learn, "yb"):  # a Learner
@@ -333,7 +334,7 @@ class FlightRecorder(HookCallback):
         path, n = folder / f"{name}.pt", 2
         while path.exists():  # of another run
             path, n = folder / f"{name}_{n}.pt", n + 1
-        weights = self.weights and not calls.late
+        weights = self.weights and not calls.weights_changed
         try:
             is_plain = calls.write(path, kind, text, weights)
         except Exception as error:  # a full disk, an object that cannot be pickled

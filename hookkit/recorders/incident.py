@@ -1,8 +1,8 @@
-"""The batch of an incident: kept while it trains, written to a file, and run again by `replay`.
+"""Keep the batch of an incident, write it to a file, and run it again (`replay`).
 
-While a batch trains, `ModelCalls` holds what it takes to run it again: references to the inputs of
-the model and to its output, the gradient of the output, and copies of the random states. Tensors
-are copied at an incident only; if the batch was overwritten by then, it is not used.
+While a batch trains, `ModelCalls` holds what is needed to run it again: references to the model's
+inputs and output, the gradient of the output, and copies of the random states. Tensors are copied
+only at an incident; if the batch has been overwritten by then, it is not used.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from hookkit.inspection.preserve import copy_inputs, preserve_state
 
 
 class ModelCalls:
-    """Keep the outermost calls of a model and its parts in one batch.
+    """Keeps the outermost calls of a model, or of its modules, in the current batch.
 
     Args:
         outer: the model, in its wrappers.
         for_file: also keep the state of NumPy's generator, which takes longer than all the rest.
 
     Attributes:
-        calls: as they were made.
+        calls: the calls of the batch, in order.
     """
 
     def __init__(self, outer: nn.Module, for_file: bool) -> None:
@@ -52,15 +52,17 @@ class ModelCalls:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the batch: the next one begins."""
+        """Discard the batch that was kept, before the next one begins."""
         self.calls, self._depth = list[ModelCall](), 0
-        self._weights, self._inputs = 0, list[int]()  # how often they had been written to
+        # how often the weights and each input had been written to when the model was called
+        self._weights, self._inputs = 0, list[int]()
 
     def attach(self, switch: Switch) -> None:
         """Keep each outermost call that is made while `switch` is on."""
         for m in wrappers(self.outer):
             self._handles += self._hooks("", m, switch)
-        for name, m, first in walk(self.root):  # until the model's own forward runs
+        # if a loop calls modules instead of the model; removed when the model itself is called
+        for name, m, first in walk(self.root):
             if first and name and can_run(m):
                 self._on_parts += self._hooks(name, m, switch)
 
@@ -69,7 +71,7 @@ class ModelCalls:
         yield attach(m, self._after, always_call=True, switch=switch)
 
     def remove(self) -> None:
-        """Remove the hooks, and forget the batch; can be repeated."""
+        """Remove the hooks and discard the batch; can be repeated."""
         remove_all([*self._handles, *self._on_parts])
         self.clear()
 
@@ -108,27 +110,27 @@ class ModelCalls:
 
     @property
     def lost(self) -> str:
-        """Why the batch is not known any more; `""` if it is."""
+        """Return why the batch cannot be run again; `""` if it can."""
         if not self.calls:
             return "the model ran in compiled code, or in another thread"
         now = [_n_writes(t) for call in self.calls for t in tree_leaves(call.inputs)]
         return "its inputs were overwritten after the model had run" if now != self._inputs else ""
 
     @property
-    def late(self) -> bool:
-        """Whether weights were written to since the batch began."""
+    def weights_changed(self) -> bool:
+        """Return whether parameters were written to since the batch began."""
         return sum(map(_n_writes, self._params)) != self._weights
 
     def find_nonfinite(self, layer: str | None, loss: Callable[[Any], Tensor] | None) -> NonFinite:
-        """Run the batch again, and name what makes the first NaN or Inf: in `layer`, or without one
-        in the loss or the gradients.
-        """
+        """Run the batch again; find what makes the first NaN or Inf in `layer`, or in the run."""
         backward = layer is None and (loss is not None or any(call.grads for call in self.calls))
         return search(self.root, self.calls, backward, loss if backward else None, layer)
 
     def write(self, path: Path, kind: str, incident: str, weights: bool) -> bool:
-        """Write the batch, and if `weights` the parameters and buffers, to a file; return whether
-        `replay` reads it without `weights_only=False`.
+        """Write the batch to a file, with parameters and buffers if `weights`.
+
+        Returns:
+            Whether `replay` reads the file without `weights_only=False`.
         """
         state = {
             "hookkit": 1,
@@ -151,15 +153,12 @@ def _n_writes(t: Tensor) -> int:
 
 
 def _on_cpu(t: Tensor) -> Tensor:
-    """Return a copy of a tensor, without the rest of the memory that it is a view of."""
+    """Return a copy on the CPU; the copy of a view does not hold the rest of its memory."""
     return t.detach().to("cpu", copy=True).requires_grad_(t.requires_grad)
 
 
 def _digests(x: Any) -> list[str]:
-    """Return for each tensor in `x` its dtype, its shape and a hash of its values.
-
-    All NaN are alike.
-    """
+    """Return each tensor's dtype, shape and a hash of its values, in which all NaN are equal."""
     texts = []
     for t in tree_leaves(x):
         values = dense(t).cpu()
@@ -172,7 +171,7 @@ def _digests(x: Any) -> list[str]:
 
 
 def _plain(call: ModelCall) -> dict[str, Any]:
-    """Return a call as dicts, lists, numbers and tensors, in which there is no object of NumPy."""
+    """Return a call as dicts, lists, numbers and tensors, which `torch.load` can read safely."""
     inputs = copy_inputs(call.inputs, _on_cpu)
     kind, keys, *rest = call.random["numpy"]
     return {
@@ -189,17 +188,17 @@ def _plain(call: ModelCall) -> dict[str, Any]:
 
 @dataclass(frozen=True, repr=False)
 class Replay:
-    """What a model returned when it ran a saved batch again.
+    """Holds what a model returned when it ran a saved batch again.
 
-    It is no `Localisation`, since it compares no layers: the hooks that are on have seen them.
+    It compares no layers, so it is no `Localisation`; hooks around `replay` see the layers.
 
     Attributes:
-        output: what the model returned; if the batch made several calls, the last one.
-        inputs: of that call, as in `model(*inputs, **inputs.kwargs)`.
-        grads: by name, the gradients of the parameters; empty if the batch had no backward.
-        same: the weights and the outputs of all calls are those of then, bit for bit.
-        repeated: the incident has happened again.
-        incident: that of then, in words.
+        output: what the model returned; if the batch made several calls, what the last one did.
+        inputs: the inputs of that call, as in `model(*inputs, **inputs.kwargs)`.
+        grads: the gradients of the parameters by name; empty if the batch had no backward.
+        same: whether the weights and all outputs are the same as in training, bit for bit.
+        repeated: whether the incident has happened again.
+        incident: the incident in training, in words.
     """
 
     output: Any
@@ -210,30 +209,28 @@ class Replay:
     incident: str
 
     def __repr__(self) -> str:
-        same = (
-            "the same as then, bit for bit" if self.same else "not the same as then, or the weights"
-        )
+        same = "bit for bit as in training" if self.same else "not as in training, or the weights"
         again = "The incident is repeated" if self.repeated else "It does not repeat the incident"
         return f"{self.incident}\n  Replay: the output is {same}. {again}."
 
 
 def replay(file: str | Path, model: nn.Module, *, weights_only: bool = True) -> Replay:
-    """Run the batch of a file of `FlightRecorder(save=…)` again, with the same random numbers.
+    """Run the batch that `FlightRecorder(save=…)` wrote again, with the same random numbers.
 
-    The model runs in the modes and the precision of then, and its backward from the gradients that
-    its output got. Hooks that are on see it; a `watch` would count it, so leave that first.
-    Afterwards the model is as before. The weights are those of the file, if it has any
-    (`FlightRecorder(weights=True)`), or the model's own: give it those of that step.
+    The model runs in the modes and with the autocast of the training run, and the backward starts
+    from the gradients that its output got. Hooks that are on see the run; a `watch` would count it
+    as training, so end that first. The model's state is restored. If the file has weights
+    (`FlightRecorder(weights=True)`), they are used; otherwise load those of that step first.
 
     Args:
-        file: a path.
-        model: built as the one that was trained.
+        file: the path of the file.
+        model: a model built like the one that was trained.
         weights_only: as for `torch.load`: refuse a file with objects other than tensors and plain
-            values. With False it can run any code: for files that you trust.
+            values. With False the file can run any code, so use it for files that you trust.
 
     Raises:
         OptionError: `FlightRecorder` did not write the file, or it is damaged.
-        ArgumentError: the file has other objects; `model` has not the layers of the file.
+        ArgumentError: the file has other objects; `model` lacks a layer that the batch ran.
         RuntimeError: PyTorch's, if the file has weights that do not fit.
 
     >>> import tempfile
@@ -282,7 +279,7 @@ def replay(file: str | Path, model: nn.Module, *, weights_only: bool = True) -> 
         if ends:
             torch.autograd.backward([t for t, _ in ends], [g for _, g in ends])
         grads = {name: p.grad for name, p in root.named_parameters() if p.grad is not None}
-    # weights of NaN make the same output, of NaN, as a batch that made it with others
+    # equal outputs are not enough: NaN in these weights gives NaN too, from another cause
     same &= [*map(_digests, outputs)] == [call.output for call in calls]
     if state["kind"] == "gradient":
         repeated = any(map(is_bad, grads.values()))
