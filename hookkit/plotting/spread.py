@@ -1,7 +1,7 @@
-"""Draw how values are spread: the colorful dimension over steps, and the density at one step.
+"""Draw histograms of values: the colorful dimension over steps, and the density at one step.
 
-The axis of values is matplotlib's signed logarithmic one, linear within the smallest bins. If all
-bins are equally wide, it is linear.
+The axis of values is matplotlib's symlog scale, linear within the smallest bins. If all bins are
+equally wide, the whole axis is linear.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST, ACROSS = 24, 4
-"""Layers in one grid, where nearly all names can be read in full; and how many side by side."""
+"""How many layers a grid has at most (more names could not be read), and how many in one row."""
 
 
 def color_dim(
     record: Any, layer: int | str | None = None, *, ax: Any = None, fig: Any = None
 ) -> Any:
-    """Draw the colorful dimension: how the values of a layer are spread, step by step.
+    """Draw the colorful dimension: the histogram of a layer's values at each step.
 
-    Each column is the histogram of one record, or in a long run of several: the title says of how
-    many. Colour is the share of values in a bin, on a log scale. Values beyond the bins are in the
-    outermost one. Grey: nothing was counted; vermilion on top: NaN or Inf.
+    Each column is the histogram of one record, or in a long run of several; the title says of how
+    many. Colour is the fraction of values in a bin, on a log scale. Values beyond the bins are in
+    the outermost bin. Grey: nothing was counted; vermilion on top: NaN or Inf.
 
     Args:
-        record: a Record with histograms, a Run, a recorder or a driver.
+        record: a Record with histograms, a Run, a recorder, a Watcher or a Learner.
         layer: name or index; None draws a grid of the first 24 layers, in the order of the model.
             The title says so if there are more.
         ax: where to draw the one layer.
@@ -65,16 +65,16 @@ def color_dim(
 
 
 def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Axes:
-    """Draw how the values of every layer are spread at one step, a line a layer.
+    """Draw the density of every layer's values at one step, a line per layer.
 
-    Lines are densities: the share of values in a bin, divided by the bin's width on the axis, so
-    that the area under each is 1. On the default bins' signed logarithmic axis a normal
-    distribution around 0 has two humps, at plus and minus its standard deviation; a box that begins
-    at 0 holds the zeros of a ReLU.
+    A density is the fraction of values in a bin, divided by the bin's width on the axis, so that
+    the area under each line is 1. On the symlog axis of the default bins, a normal distribution
+    around 0 has two humps, at plus and minus its standard deviation; a box that begins at 0 holds
+    the zeros of a ReLU.
 
     Args:
-        record: with histograms: a Run, a Record, a recorder, a Watcher or a Learner.
-        step: the optimizer step: the nearest record is taken, and the title says which. Default:
+        record: a Run, a Record with histograms, a recorder, a Watcher or a Learner.
+        step: the optimizer step; the nearest record is drawn, and the title says which. Default:
             the last record in which most layers had finite values.
         ax: where to draw; a new figure by default.
 
@@ -82,7 +82,7 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Axe
         The Axes.
 
     Raises:
-        OptionError: no histograms were recorded, or `step` was not.
+        OptionError: no histograms were recorded, or `step` is outside the run.
     """
     record = as_record(record, "activation", "gradient")
     hist = _check_hist(record)
@@ -92,7 +92,7 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Axe
     column = int(np.flatnonzero(counted >= min(0.5, counted.max()))[-1])
     if step is not None:
         (column,) = figures.columns_of("plot_density", record, [step])
-    ax = figures.new_axes(ax, 10, 4.5)  # only now: a refused step leaves no empty figure
+    ax = figures.new_axes(ax, 10, 4.5)  # only now, so that a wrong step leaves no empty figure
     counts = hist[:, :, column]
     rows = np.flatnonzero(counts.sum(axis=1)).tolist()
     edges, *ticks = _value_axis(record)
@@ -114,15 +114,16 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Axe
 
 
 def _check_hist(record: Record) -> Any:
+    """Return the histograms; raise an OptionError if there are none."""
     if record.hist is None:
         raise OptionError("no histograms were recorded. Record with `with_hist=True`.")
     return record.hist
 
 
 def _value_axis(record: Record) -> tuple[Floats, Floats, list[str]]:
-    """Return (n_bins + 1,) places of the edges of bins, and places and labels of round values.
+    """Return (n_bins + 1,) positions of the bins' edges, and the positions and labels of the ticks.
 
-    A bin without an end is as wide as a decade.
+    A bin that reaches to infinity is drawn one decade wide.
     """
     edges = np.asarray(record.edges, dtype=np.float64)
     finite = edges[np.isfinite(edges)]
@@ -133,10 +134,10 @@ def _value_axis(record: Record) -> tuple[Floats, Floats, list[str]]:
         least = top
     else:
         each = max(2, round(np.log10(top / least) / 4))  # decades from tick to tick
-        last = np.log10(10 * least) / each  # the label of a smaller one would lie on that of 0
+        last = np.log10(10 * least) / each  # labels of smaller ticks would overlap that of 0
         powers = 10.0 ** (each * np.arange(np.floor(np.log10(top) / each), last, -1))
         ticks = np.array([*-powers, 0, *powers[::-1]])
-    # with 0.39 the linear part is as long as if the logarithmic one went on: no kink
+    # linscale 0.39: the slope is the same at both sides of the linear part, so there is no kink
     transform = SymmetricalLogTransform(10, least, 0.39).transform_non_affine
     edges = np.clip(edges, -10 * top, 10 * top)
     names = [f"{tick:g}".replace("-", "−") for tick in ticks]
@@ -144,14 +145,14 @@ def _value_axis(record: Record) -> tuple[Floats, Floats, list[str]]:
 
 
 def _used(counts: Any) -> tuple[int, int]:
-    """Return the first and the last bin of `counts` (n_layers, n_bins, …) in use, one to spare."""
+    """Return the first and last bin in use of (n_layers, n_bins, …) counts, one bin wider."""
     used = np.flatnonzero(counts.any(axis=(0, *range(2, counts.ndim))))
     low, high = (used[0], used[-1]) if len(used) else (0, counts.shape[1] - 1)
     return max(int(low) - 1, 0), min(int(high) + 1, counts.shape[1] - 1)
 
 
 def _tiles(ax: Any, record: Record, rows: list[int], head: str) -> None:
-    """Draw every layer as a tile, all on one Axes: 24 Axes would take seconds to lay out."""
+    """Draw each layer as a tile, all on one Axes, because 24 Axes take seconds to lay out."""
     if not rows or not len(record):
         figures.nothing(ax)
         return

@@ -1,12 +1,12 @@
-"""The nine numbers that sum up a tensor: exact, in one read, merged without loss.
+"""The nine numbers that describe a tensor: exact, computed in one read, merged without loss.
 
-A row is `FIELDS`: how often the layer ran, how many finite values it gave, their mean and sum of
-squared deviations (`m2`), least and greatest, how many are near zero and exactly zero, and how many
-values were not finite. Mean and `m2` of parts merge exactly (Chan et al. 1983); sums of squares
-would cancel all digits where the mean is far from 0.
+A row has the nine `FIELDS`: number of calls, number of finite values, their mean, their sum of
+squared deviations (`m2`), minimum and maximum, how many are near zero and exactly zero, and the
+number of non-finite values. Mean and `m2` of parts merge exactly (Chan et al. 1983); sums of
+squares would lose all digits if the mean is far from 0.
 
-There are four ways to a row: here by numpy for a CPU `array_row`, and `SmallArrays` for many at
-once; `triton_rows` for CUDA; and `moments` here by tensor operations for other devices, which is
+Four functions compute a row: `array_row` by numpy on a CPU; `SmallArrays` by numpy for many small
+arrays at once; `triton_rows` on CUDA; `moments` by tensor operations on other devices. `moments` is
 the reference for the others.
 """
 
@@ -28,8 +28,8 @@ FIELDS = ("calls", "n", "mean", "m2", "min", "max", "near", "zero", "bad")
 EMPTY = (0.0, 0.0, 0.0, 0.0, math.inf, -math.inf, 0.0, 0.0, 0.0)
 """The row of a layer that did not run; merging it changes nothing."""
 
-CHUNK = 1 << 16  # values that stay in a core's cache while they are read several times
-_BLOCK = 1 << 12  # values that are summed up in float32
+CHUNK = 1 << 16  # so many values stay in a core's cache while they are read several times
+_BLOCK = 1 << 12  # so many values are summed in float32 before the sums are added in float64
 _WIDE = frozenset((torch.float64, torch.int64, torch.int32, torch.uint32, torch.uint64))
 
 
@@ -44,10 +44,10 @@ def has_numbers(dtype: torch.dtype) -> bool:
 
 
 def plain(t: Tensor) -> Tensor | None:
-    """Return `t` detached, as an ordinary strided real tensor; None if it has no values to read.
+    """Return `t` detached, as an ordinary strided real tensor; None if its values cannot be read.
 
-    Complex values become magnitudes, a DTensor its local shard. None for sparse, nested, quantized,
-    meta and fake tensors, inside `torch.func` transforms, and for dtypes that are no numbers.
+    Complex values become magnitudes, and a DTensor its local shard. Return None for sparse, nested,
+    quantized, meta and fake tensors, inside `torch.func` transforms, and for dtypes of no numbers.
     """
     t = t.detach()
     if type(t) is not Tensor:
@@ -76,14 +76,14 @@ def _has_storage(t: Tensor) -> bool:
 
 
 def flat(t: Tensor) -> Tensor:
-    """Return the values of a plain tensor in memory order: a view where that is dense."""
+    """Return the values of a plain tensor in memory order, as a view if the memory is dense."""
     if not t.is_contiguous():
         t = t.permute(sorted(range(t.ndim), key=t.stride, reverse=True))
     return t.reshape(-1)
 
 
 def to_widest_float(t: Tensor) -> Tensor:
-    """Return `t` in float64 if it is float64, int32 or int64 (or unsigned), or in float32."""
+    """Return `t` as float64 if it is float64 or has integers of 32 bits or more, else float32."""
     return t.to(torch.float64 if t.dtype in _WIDE else torch.float32)
 
 
@@ -92,13 +92,13 @@ def norm(t: Tensor) -> Tensor:
     in float32.
     """
     wide = t.dtype if t.itemsize > 2 else torch.float32
-    # without a copy in float32, which may be too large for a device; float8 has no arithmetic
+    # `dtype=` avoids a float32 copy, which may not fit on the device; float8 has no arithmetic
     result: Tensor = torch.linalg.vector_norm(t.to(wide) if t.itemsize < 2 else t, dtype=wide)
     return result
 
 
 def moments(x: Tensor, eps: float) -> Tensor:
-    """Return the row of a flat tensor, (9,) in its device's widest float; the host reads nothing.
+    """Return the row of a flat tensor, (9,) in its device's widest float, without a device sync.
 
     >>> moments(torch.tensor([1.0, 3.0, float("nan")]), eps=0.05).tolist()
     [1.0, 2.0, 2.0, 2.0, 1.0, 3.0, 0.0, 0.0, 1.0]
@@ -117,15 +117,15 @@ def moments(x: Tensor, eps: float) -> Tensor:
 
 
 _ONES = {kind: np.ones(_BLOCK // 4, kind) for kind in ("f", "d")}
-_LARGE = {"f": 1e16, "d": 1e150}  # sums of squares of smaller values do not overflow
-_SMALL = 1e-12  # the squares of smaller float32 values, or of their deviations, may underflow
+_LARGE = {"f": 1e16, "d": 1e150}  # squares of larger values may overflow
+_SMALL = 1e-12  # squares of smaller float32 values, or of their deviations, may underflow
 
 
 def dot(a: Any, b: Any) -> float:
-    """Return the sum of products, of blocks in float32, and of these in float64.
+    """Return the dot product: float32 sums over blocks, added in float64.
 
-    In one float32 sum many equal values (a mask, spikes, saturated units) are rounded alike: it was
-    1.5e-5 off for 65,536 of them, and is 1e-6 off in blocks.
+    A single float32 sum rounds many equal values (a mask, spikes, saturated units) in the same
+    direction: its error was 1.5e-5 for 65,536 equal values, and is 1e-6 in blocks.
     """
     if len(a) <= _BLOCK:
         return float(a.dot(b))
@@ -135,7 +135,7 @@ def dot(a: Any, b: Any) -> float:
 
 
 def _total(a: Any) -> float:
-    """Return the sum, of short blocks: `dot` with as many ones would read twice as much memory."""
+    """Return the sum, by short blocks: `dot` with ones would read twice as much memory."""
     ones = _ONES[a.dtype.char]
     n = len(a) // len(ones) * len(ones)
     blocks = a[:n].reshape(-1, len(ones)) @ ones
@@ -156,38 +156,38 @@ def array_row(x: Any, eps: float) -> tuple[float, ...]:
             part = part.astype(np.float64)
         mean = _total(part) / n
         m2 = dot(part, part) - n * mean * mean
-        if m2 < 0.1 * n * mean * mean:  # digits were lost
+        if m2 < 0.1 * n * mean * mean:  # the difference has lost digits: subtract the mean first
             y = part - part.dtype.type(mean)
             rest = _total(y) / n
             mean, m2 = float(part.dtype.type(mean)) + rest, dot(y, y) - n * rest * rest
         near = np.count_nonzero(np.abs(part) <= near_zero)
-        zero = np.count_nonzero(part == 0) if near else 0  # faster than of floats
+        zero = np.count_nonzero(part == 0) if near else 0  # counting bools is faster than floats
         row = 1.0, float(n), mean, max(m2, 0.0), low, high, float(near), float(zero), 0.0
         rows.append(row)
     return 1.0, *(reduce(merge, rows) if rows else EMPTY)[1:]
 
 
 SMALL = 1024
-"""How many values a small array has at most."""
+"""The largest number of values of a small array."""
 
-_ROOM = 8 * SMALL  # values; with more, the temporary arrays of `_compute` are slow to allocate
+_CAPACITY = 8 * SMALL  # in values; larger temporary arrays in `_compute` are slow to allocate
 
 
 class SmallArrays:
-    """Small float32 arrays, copied one behind the other, whose rows are computed together.
+    """Collects copies of small float32 arrays, and computes their rows together.
 
-    A row takes a dozen calls of numpy, however small the array is: these share them.
+    A row takes a dozen calls of numpy, however small the array is. Here many arrays share them.
 
     Args:
-        eps: a value of at most this size is near zero.
-        bins: of histograms; None for none.
+        eps: a value is near zero if its absolute value is at most this.
+        bins: the bins of histograms; None counts none.
     """
 
     def __init__(self, eps: float, bins: Any = None) -> None:
         self._eps, self._bins = eps, bins
-        self._values: Any = np.empty(_ROOM, np.float32)
-        self._ends = [0]  # of the arrays, after a first 0
-        self._rows: list[Any] | None = None  # as soon as one was read
+        self._values: Any = np.empty(_CAPACITY, np.float32)
+        self._ends = [0]  # 0, then the end of each array in `_values`
+        self._rows: list[Any] | None = None  # computed at the first `read`
         self._counts: Any = None
 
     def add(self, x: Any) -> int | None:
@@ -195,10 +195,10 @@ class SmallArrays:
         ends = self._ends
         start = ends[-1]
         end = start + x.size
-        if end > _ROOM or self._rows is not None:
+        if end > _CAPACITY or self._rows is not None:
             return None
         self._values[start:end] = x.reshape(-1)
-        ends.append(end)  # Ctrl-C comes before it or after it
+        ends.append(end)  # last: one operation, which Ctrl-C cannot interrupt
         return len(ends) - 2
 
     def read(self, number: int) -> tuple[Any, Any]:
@@ -213,7 +213,7 @@ class SmallArrays:
         ends = np.array(self._ends)
         starts, sizes = ends[:-1], np.diff(ends)
         x, n = self._values[: ends[-1]], len(starts)
-        of = np.arange(n).repeat(sizes)  # by value the array that it is of
+        of = np.arange(n).repeat(sizes)  # for each value, the number of its array
         table = np.zeros((9, n))
         _, _, mean, m2, low, high, near, zero, _ = table
         table[0], table[1] = 1, sizes
@@ -237,7 +237,7 @@ class SmallArrays:
 
 
 def merge(a: Any, b: Any) -> Any:
-    """Return the row of the values of two rows together: nine numbers, or nine tensors.
+    """Return the row of all values that rows `a` and `b` describe: nine numbers or nine tensors.
 
     Source: Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance", eq. 2.1.
 
@@ -253,11 +253,11 @@ def merge(a: Any, b: Any) -> Any:
 
 
 def statistics(rows: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[np.float64]]:
-    """Return what a reader wants to know, from (…, 9) rows: statistic → (…) float64.
+    """Return the statistics of (…, 9) rows: name → (…) float64.
 
-    `count` is of all values, `nonfinite` of those that are NaN or Inf; the others describe the
-    finite ones: `std` as torch's (n − 1; 0.0 for one value), `near_zero` and `zero` as fractions.
-    A layer that did not run is NaN throughout; one that gave no finite value has NaN moments.
+    `count` counts all values, `nonfinite` those that are NaN or Inf. The others describe the finite
+    values: `std` is torch's (n − 1; 0.0 for one value); `near_zero` and `zero` are fractions. All
+    are NaN if the layer did not run; if it had no finite value, all but the two counts are.
 
     >>> statistics(moments(torch.tensor([0.0, 2.0, 4.0]), 0.05).numpy())["std"].item()
     2.0

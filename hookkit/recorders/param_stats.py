@@ -1,9 +1,9 @@
 """`ParamStats`: how large weights, gradients and updates are, for any optimizer.
 
-The true update, not learning rate times gradient: `_Followed` copies the weights before a recorded
-step and subtracts them after it. It looks up names, classes and groups only when the parameters or
-the optimizers have changed. On a CPU numpy takes the norms of all small parameters together; on a
-device PyTorch's batched operations do, and a step does not wait for its own numbers.
+The update is the true one, not learning rate times gradient: `_Followed` copies the weights before
+a recorded step and subtracts them after it. Names, classes and groups are looked up only when the
+parameters or the optimizers have changed. On a CPU numpy computes the norms of all small parameters
+together; on a device PyTorch's batched operations do, and a step does not wait for its own numbers.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _FACTS = (
 )
 _KIND = attrgetter("shape", "device", "dtype")
 
-_SMALL = 20_000  # values: float64 copies of so few cost less than calls for one more parameter
+_SMALL = 20_000  # up to so many values, a float64 copy is faster than separate calls of PyTorch
 
 Coming = tuple[Any, slice, Callable[[], Tensor]]
-"""Rows of a table, a part of its fields, and what waits for their (fields, rows) numbers."""
+"""Rows of a table, a slice of its fields, and a function that waits for (fields, rows) numbers."""
 
 
 class ParamStats(StepRecorder):
@@ -59,7 +59,7 @@ class ParamStats(StepRecorder):
 
     Args:
         every: records every n-th optimizer step, beginning with the first of each fit; None is 1.
-            `"auto"` records as often as costs at most 5 % of the time.
+            `"auto"` records as often as possible in at most 5 % of the time.
 
     Raises:
         OptionError: `every` is below 1.
@@ -76,15 +76,15 @@ class ParamStats(StepRecorder):
         super().__init__(every)
         self.table = StepTable(params=sums(len(_FIELDS)))
         self._facts: dict[str, dict[str, Any]] = {}  # by name, in the order of rows
-        self._constant: dict[str, Any] = {}  # whether all first values of a parameter were equal
+        self._constant: dict[str, Any] = {}  # name → whether all its first values were equal
         self._never: set[str] | None = None  # names whose optimizer has made no step so far
-        self._written: set[str] = set()  # names of those written to in fits that are over
+        self._written: set[str] = set()  # names that earlier fits have written to
         self._clear()
 
     def _clear(self) -> None:
         self._followed: _Followed | None = None
         self._copied_at = -1  # the step before which the weights were copied
-        self._versions: dict[str, int] = {}  # how often each had been written when first seen
+        self._versions: dict[str, int] = {}  # name → `_version` when it was first seen
 
     @property
     def names(self) -> list[str]:
@@ -94,7 +94,7 @@ class ParamStats(StepRecorder):
     # --- events
 
     def before_fit(self) -> None:
-        """Begin to count steps; what was recorded before stays."""
+        """Count steps from the current one; earlier records stay."""
         if self.learn.fitting:
             self._clear()
             self._begin_fit()
@@ -106,7 +106,7 @@ class ParamStats(StepRecorder):
         if (learn.in_closure and self._copied_at == n_steps) or not self._is_due(n_steps):
             return
         began = clock()
-        # layers are thawed, optimizers become known one by one, parameter groups are added
+        # look up again if layers were thawed, optimizers were found, or groups were added
         held = dict(learn.model.named_parameters())
         params, opts = held.values(), learn.opts
         key = [*held, *map(id, params), *map(type, params)]
@@ -117,7 +117,7 @@ class ParamStats(StepRecorder):
         self._copied_at = n_steps
         self._spent += clock() - began
 
-    # a step that evaluates a closure: SAM changes the weights before the closure has run
+    # with a closure, copy before it runs: SAM changes the weights in it
     _before_closure = before_step
 
     def _follow(self, learn: Any, key: list[Any]) -> None:
@@ -141,8 +141,8 @@ class ParamStats(StepRecorder):
                 "dtype": str(p.dtype),
                 "sharded": any(s.is_shard() for s in getattr(p, "placements", ())),
             }
-            # Private: `_version`, the counter by which autograd knows of changes in place (since
-            # 0.4). Without it a parameter that moves between the records alone seems to stay.
+            # Private: `_version`, which counts in-place changes for autograd (since 0.4). Without
+            # it, a parameter that moves only in steps between records would seem not to move.
             self._versions.setdefault(name, p._version)
             if not self.table.n_steps and (values := local_values(p)).numel() > 1:
                 self._constant[name] = (values == values.flatten()[0]).all()
@@ -165,7 +165,7 @@ class ParamStats(StepRecorder):
         table, coming = followed.measure()
         rates = [rate for opt in learn.opts for rate in learn.rates_of(opt)]
         rates = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
-        # `read` must not hold the parameters, nor `self`, which holds the table
+        # `read` must reference neither the parameters nor `self`, which holds the table
         finds = learn.finds_opts and not self.table.n_steps
         read = partial(_numbers, table, coming, followed.groups, rates, finds)
         self.table.later((learn.n_steps - 1, learn.epoch, learn.train_iter), read)
@@ -177,7 +177,7 @@ class ParamStats(StepRecorder):
             self._followed.read_gradients({id(p) for p in parameters})
 
     def cleanup_fit(self) -> None:
-        """Give back the copy of the weights."""
+        """Free the copy of the weights."""
         self._written = self._writes()
         self._clear()
 
@@ -196,7 +196,7 @@ class ParamStats(StepRecorder):
         steps = [tuple(place) for place in places]
         facts = {"steps": steps, "options": self.names, "sums": own}
         parts = from_all_ranks("params", facts)
-        # norms of shards add in squares; replicas are alike on all ranks
+        # squared norms of shards add up; replicated parameters are equal on all ranks
         sharded = np.array([facts["sharded"] for facts in self._facts.values()], bool)
         shards = np.stack([part["sums"][:, sharded] for part in parts])
         n = np.maximum(own[:, sharded, _N : _N + 1], 1)
@@ -224,11 +224,10 @@ class ParamStats(StepRecorder):
         return Record("param", names, types, steps, epochs, iters, spans, values, meta=meta)
 
     def grad_norms(self, n_steps: int | None = None) -> Any:
-        """Return the norm of all gradients together by optimizer step.
+        """Return (n_steps,) float64: the norm of all gradients by optimizer step.
 
-        Returns:
-            (n_steps,) float64, NaN where no step was recorded. Where steps were merged it is the
-            norm of the parameters' mean norms, at the first step.
+        NaN where no step was recorded. If steps were merged, the first of them has the norm of the
+        parameters' mean norms.
         """
         return norms_by_step(self.record(), n_steps)
 
@@ -236,7 +235,7 @@ class ParamStats(StepRecorder):
         return self.table.n_steps, self._writes()
 
     def _writes(self) -> set[str]:
-        """Return the names of parameters that were written to since they were first seen."""
+        """Return the names of the parameters that were changed since they were first seen."""
         named = [] if self._followed is None else self._followed.named
         written = {name for name, p in named if p._version > self._versions[name]}
         return self._written | written
@@ -251,17 +250,17 @@ class ParamStats(StepRecorder):
 
 
 class _Followed:
-    """The parameters of a model, as long as they and their optimizers stay the same.
+    """Measures a fixed set of parameters; a change of them or of their optimizers needs a new one.
 
-    For each step: `copy()`, `read_gradients()` for what each optimizer has used, `measure()`. Small
-    parameters on a CPU are copied into one float64 array, so that one call takes all their norms.
+    For each step call `copy()`, `read_gradients()` for each optimizer, and `measure()`. Small
+    parameters on a CPU are copied into one float64 array: one call computes all their norms.
 
     Attributes:
-        key: what has to stay the same.
-        named: the name and parameter of each.
+        key: identifies the parameters and their optimizers; if it changes, make a new object.
+        named: pairs of a name and a parameter.
         ids: the ids of the parameters.
-        groups: (rows of the table,) int64: the place of each row's parameter group among those of
-            all optimizers, −1 for none.
+        groups: (n_rows,) int64: for each row, the index of its parameter group among the groups of
+            all optimizers; −1 for none.
     """
 
     def __init__(self, key: list[Any], named: list[Any], facts: dict[str, dict[str, Any]]) -> None:
@@ -302,17 +301,14 @@ class _Followed:
 
     @torch.no_grad()
     def copy(self) -> bool:
-        """Copy the values, unless they have other shapes, devices or dtypes: then return False.
-
-        Begins a step.
-        """
+        """Begin a step: copy the values. Return False if a shape, device or dtype has changed."""
         now = self._now()
         if [*map(_KIND, now)] != self._kinds:
             return False
-        self._read = set[int]()  # places of parameters whose gradient was read in this step
+        self._read = set[int]()  # indices of the parameters whose gradient was read in this step
         self._coming: list[Coming] = []
         # Private: `torch._foreach_copy_`, and `_foreach_sub_` below (since 2.1), do one operation
-        # on a list of tensors, in few kernels on a GPU. Without them each needs its own call.
+        # on a list of tensors, in few GPU kernels. Without them, each tensor needs its own call.
         for at, copies in [(self._small, self._before), *self._others]:
             if at:
                 torch._foreach_copy_(copies, [*map(now.__getitem__, at)])
@@ -320,7 +316,7 @@ class _Followed:
 
     @torch.no_grad()
     def read_gradients(self, ids: set[int]) -> None:
-        """Take the norms of the gradients of these parameters, once in a step."""
+        """Begin to compute the norms of the gradients of parameters with `ids`, once in a step."""
         copies: list[Tensor] = []
         small: list[Tensor] = []
         others: list[int] = []
@@ -344,26 +340,26 @@ class _Followed:
 
     @torch.no_grad()
     def measure(self) -> tuple[Any, list[Coming]]:
-        """Return the (rows, fields) table of the step as far as it is known, and what is coming.
+        """Return the (rows, fields) table of the step, and the parts that are still to be read.
 
         Overwrites the copies: call `copy()` before the next step.
         """
         table, now, rows = np.zeros((len(self.groups), len(_FIELDS))), self._now(), self._rows
         if [*map(_KIND, now)] != self._kinds:
-            return table, []  # the step gave a parameter another shape, or moved it: no update
+            return table, []  # the step changed a parameter's shape or device: no update
         table[rows, _N], table[rows[[*self._read]], _N_GRAD] = 1, 1
         if self._small:
             torch._foreach_copy_(self._after, [*map(now.__getitem__, self._small)])
             values = self._together
             with np.errstate(all="ignore"):
                 values[1] -= values[0]
-                values *= values  # in place: memory from the system would cost more than this
+                values *= values  # in place: allocating memory would take longer
                 norms = np.sqrt(np.add.reduceat(values, self._starts, axis=1))
             table[rows[self._small], : _GRAD + 1] = norms.T
         coming = [*self._coming]
         for at, copies in self._others:
             weights = norms_of(copies)
-            # unrounded: 16-bit tensors in float32, others into the copies themselves
+            # subtract 16-bit tensors in float32, without rounding, and others in the copies
             update = [t.float() if t.dtype.itemsize < 4 else t for t in copies]
             torch._foreach_sub_(update, [*map(now.__getitem__, at)])
             both = to_host_async(torch.stack([weights, norms_of(update)]))
@@ -376,14 +372,14 @@ def _numbers(table: Any, coming: list[Coming], groups: Any, rates: Any, finds: b
 
     Args:
         table, coming: see `_Followed.measure`.
-        groups: the place of each row's parameter group.
+        groups: see `_Followed`.
         rates: the learning rate of each group; None if it has none.
-        finds: this is the first step of optimizers that are found as they step. A parameter that
-            has not moved may belong to one that steps after this: nothing is known of it.
+        finds: whether this is the first step, and optimizers are found when they step. A parameter
+            that has not moved may belong to an optimizer not found yet, so its row stays empty.
     """
     for rows, fields, norms in coming:
         table[rows, fields] = norms().double().numpy().T
-    # sync: rates that are tensors, 8 to 16 steps later. The last one is that of no group
+    # sync, 8 to 16 steps later: rates may be tensors. Index −1, for no group, reads the last NaN
     lr = np.array([math.nan if rate is None else float(rate) for rate in (*rates, None)])[groups]
     weight, update, grad = table[:, : _GRAD + 1].T
     has_rate = ~np.isnan(lr)
@@ -400,7 +396,7 @@ def _numbers(table: Any, coming: list[Coming], groups: Any, rates: Any, finds: b
 
 
 def _values(table: Any, numel: Any) -> dict[str, Any]:
-    """Return means over merged steps, from (rows, n, fields) sums; NaN where there was nothing."""
+    """Return the statistics of (rows, n, fields) sums: means over merged steps, NaN if unknown."""
     counts = (table[..., i] for i in (_N, _N_GRAD, _N_LR))
     n, n_grad, n_lr = (np.where(count > 0, count, math.nan) for count in counts)
     root = np.sqrt(np.maximum(numel, 1))[:, None]

@@ -1,9 +1,9 @@
 """`StepTable`: numbers by step in bounded memory, on the host.
 
-A table has columns (recorded steps), rows (layers, parameters) and fields (nine moments, counts of
-bins, sums). Each field is one array, which doubles when it is full. At `LIMIT` it is halved:
-neighbouring columns merge, and each column then has twice as many steps. So the cost of a step does
-not depend on how many came before it, and no column is an object of its own.
+A table has columns (recorded steps), rows (layers or parameters) and fields (nine moments, counts
+of bins, sums). Each field is one array, which doubles when it is full. At `LIMIT` bytes it is
+halved instead: neighbouring columns merge, and each column then covers twice as many steps. So a
+step costs the same however many came before it, and a column is no Python object.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ Numbers = dict[str, Any]
 """Name of a field → (rows, …) array."""
 
 WAIT = 16
-"""Steps that wait at most. The older half is then read at once: by now they have arrived."""
+"""How many steps may wait. Then the older half is read: by then the device has sent them."""
 
-LIMIT = 6 * 2**20  # bytes; half of it again while the arrays are made anew
-_PART = 256  # columns that are merged at once
+LIMIT = 6 * 2**20  # bytes; half as much again while the arrays are halved
+_PART = 256  # how many columns are merged at once
 
 
 class Field(NamedTuple):
-    """How the numbers of a row look, and how those of two steps become one.
+    """Describes the numbers of a row: their blank value, and how two steps merge.
 
     Args:
-        blank: the numbers of a row that has none; merging them changes nothing.
-        merge: takes and returns arrays whose last dimensions are those of `blank`.
+        blank: the numbers of a row without values; merging them changes nothing.
+        merge: a function of two arrays whose last dimensions are those of `blank`; returns one.
     """
 
     blank: Any
     merge: Callable[[Any, Any], Any] = np.add
 
     def blanks(self, *shape: int) -> Any:
-        """Return (*shape, …) blank numbers, such as of (rows,) or of (columns, rows)."""
+        """Return a blank array; `shape` is (rows,) or (columns, rows)."""
         array = np.empty((*shape, *self.blank.shape), self.blank.dtype)
         array[...] = self.blank
         return array
 
 
 def _merge_moments(a: Any, b: Any) -> Any:
-    """Return what `merge` does, for (…, 9) arrays: most numbers are sums."""
+    """Return `moments.merge` of two (…, 9) arrays."""
     with np.errstate(all="ignore"):  # squares may leave float64
         whole = a + b
         share, apart = b[..., 1] / np.maximum(whole[..., 1], 1), b[..., 2] - a[..., 2]
@@ -65,7 +65,7 @@ MOMENTS = Field(np.array(EMPTY), _merge_moments)
 
 
 def sums(n: int, kind: type = float) -> Field:
-    """Return a field of `n` numbers that add up over steps."""
+    """Return a field of `n` numbers that are summed over steps."""
     return Field(np.zeros(n, kind))
 
 
@@ -73,10 +73,10 @@ class StepTable:
     """Numbers by step and row in bounded memory: an array for each field.
 
     Attributes:
-        fields: by name.
-        n_steps: how many steps were added, also those that wait.
+        fields: name → `Field`.
+        n_steps: how many steps were added, with those that wait.
         rows: how many rows the columns have.
-        stride: how many steps a new column will have.
+        stride: how many steps a new column covers.
 
     >>> table = StepTable(loss=sums(1))
     >>> for step in range(3):
@@ -97,10 +97,10 @@ class StepTable:
     # --- writing
 
     def later(self, place: Place, read: Callable[[], Numbers]) -> None:
-        """Add a step whose numbers may be on their way from a device: `read` returns them."""
+        """Add a step; `read` returns its numbers, and may wait for a device."""
         self._waiting.append((place, read))
         self.n_steps += 1
-        if len(self._waiting) >= WAIT:  # the device may still compute the newest
+        if len(self._waiting) >= WAIT:  # not the newest, which the device may still compute
             self.settle(keep=WAIT // 2)
 
     def settle(self, keep: int = 0) -> None:
@@ -114,7 +114,7 @@ class StepTable:
         if rows > self.rows or self._n == len(self._places):
             self._make_room(max(rows, self.rows))
         n = self._n
-        if n and self._places[n - 1, 3] < self.stride:  # the last column is to have more steps
+        if n and self._places[n - 1, 3] < self.stride:  # the last column has room for this step
             for name, array in self._arrays.items():
                 last = array[n - 1, :rows]
                 last[:] = self.fields[name].merge(last, numbers[name])
@@ -126,7 +126,7 @@ class StepTable:
         self._n = n + 1
 
     def _make_room(self, rows: int) -> None:
-        """Make room for a column of so many rows: by more memory, and at `LIMIT` by halving."""
+        """Make room for one more column of `rows` rows: halve at `LIMIT`, or double the arrays."""
         column = 32 + rows * sum(field.blank.nbytes for field in self.fields.values())
         most = max(LIMIT // column, 2)
         while self._n >= most:
@@ -140,12 +140,12 @@ class StepTable:
         self.rows, self._arrays, self._places = rows, arrays, places
 
     def _halve(self) -> None:
-        """Merge each column with its neighbour; of an odd number the last one stays as it is."""
+        """Merge pairs of neighbouring columns; if their number is odd, the last column stays."""
         half, odd = divmod(self._n, 2)
         arrays = {}
         for name, old in self._arrays.items():
             arrays[name] = new = np.empty_like(old)
-            for i in range(0, half, _PART):  # all at once would need the memory again
+            for i in range(0, half, _PART):  # in parts, to need less memory at once
                 both = old[2 * i : 2 * min(i + _PART, half)]
                 new[i : i + len(both) // 2] = self.fields[name].merge(both[::2], both[1::2])
             new[half : half + odd] = old[2 * half : self._n]
@@ -153,29 +153,29 @@ class StepTable:
         places[: half + odd] = self._places[: self._n : 2]
         places[:half, 3] += self._places[1 : 2 * half : 2, 3]
         n, stride = half + odd, 2 * self.stride
-        # on one line: a Ctrl-C comes before it or after it
+        # one statement: Ctrl-C interrupts before it or after it
         self._n, self.stride, self._arrays, self._places = n, stride, arrays, places
 
     # --- reading
 
     def __len__(self) -> int:
-        """Return how many columns there are; each of the steps that wait counts as one."""
+        """Return the number of columns; each step that waits counts as one."""
         return self._n + len(self._waiting)
 
     def places(self, first: int = 0) -> npt.NDArray[np.int64]:
-        """Return (columns, 4) int64: step, epoch, iteration of a column's first step; its steps."""
+        """Return (columns, 4) int64: first step, its epoch and iteration, and number of steps."""
         self.settle()
         return self._places[first : self._n].copy()
 
     def since(self, step: int) -> int:
-        """Return the first column that begins after `step`, or the last one if there is none."""
+        """Return the first column that begins after `step`, or the last column if none does."""
         self.settle()
         return max(min(bisect_right(self._places[: self._n, 0], step), self._n - 1), 0)
 
     def read(self, name: str, rows: int = 0, first: int = 0) -> Any:
         """Return a (columns, rows, …) copy of a field, from column `first` on.
 
-        There are at least as many rows as the table has; more than those are blank.
+        The copy has at least `rows` rows; rows that the table does not have are blank.
         """
         self.settle()
         whole = self.fields[name].blanks(self._n - first, max(rows, self.rows))
@@ -183,7 +183,7 @@ class StepTable:
         return whole
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles: all steps are read, without room for more."""
+        """Return the state for copies and pickles, with all steps read and no spare room."""
         self.settle()
         arrays = {name: array[: self._n].copy() for name, array in self._arrays.items()}
         return {**vars(self), "_arrays": arrays, "_places": self._places[: self._n].copy()}

@@ -1,8 +1,8 @@
 """Dead units: one index of a layer's channel dimension, judged over a window of records.
 
-A unit is dead if none of its values over the window is above 0. Kept are two halves of the window,
-of which the older is dropped when the newer is full: so a judgement rests on 25 to 50 records. Also
-here: which dimension counts units, and which classes of modules have flat ends.
+A unit is dead if none of its values in the window is above 0. The window has two halves. When the
+newer half is full, the older one is dropped, so the window covers 25 to 50 records. This file also
+knows which dimension of an output counts units, and which modules have bounded outputs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hookkit._core.graph import op_name, saved
 from hookkit.recorders.moments import to_widest_float
 
 WINDOW = 50
-"""Records that a judgement looks back on."""
+"""The number of records in a full window."""
 
 CLAMPING = ("ReLU", "ReLU6")
-"""Classes that give 0 for every value below 0."""
+"""Classes that return 0 for every value below 0."""
 
 _FIRST = ("Conv", "BatchNorm", "InstanceNorm", "GroupNorm", "SyncBatchNorm", "LazyConv")
 _LAST = ("Linear", "LayerNorm", "Embedding", "Bilinear", "RMSNorm", "LSTM", "GRU", "RNN")
@@ -30,7 +30,7 @@ _MIDDLES = {"Tanh": 0.0, "Hardtanh": 0.0, "Softsign": 0.0, "Sigmoid": 0.5, "Hard
 _FIRST_OPS = ("Conv", "Mkldnn", "NativeBatchNorm", "CudnnBatchNorm", "NativeGroupNorm")
 _LAST_OPS = ("Addmm", "Mm", "Bmm", "Linear", "NativeLayerNorm", "FusedRmsNorm", "Embedding")
 _TURNS = ("Permute", "Transpose", "T", "Movedim")
-_PART = 1 << 15  # values that are searched at once
+_PART = 1 << 15  # how many values are searched at once
 
 
 Before = tuple[torch.Size, int]
@@ -40,11 +40,11 @@ Before = tuple[torch.Size, int]
 def channel_dim(kind: str, t: Tensor, before: Before | None = None) -> int | None:
     """Return which dimension of `t`, an output of a module of class `kind`, counts its units.
 
-    Dimension 1 for convolutions and their norms (0 without a batch), the last one for layers that
-    work on features. Other modules, such as a ReLU, have the units of the layer before them: as the
-    autograd graph shows, or, where a frozen or compiled layer has no graph, of the tensor recorded
-    `before` if it has the same shape. Else it is dimension 1 of four or more, the last of two,
-    and None of three, which may be channels or positions.
+    It is dimension 1 for convolutions and their norms (0 without a batch), and the last one for
+    layers that work on features. Other modules, such as a ReLU, have the units of the layer before
+    them, which the autograd graph shows. A frozen or compiled layer has no graph: then it is the
+    dimension of the tensor recorded `before`, if the shapes are equal. Otherwise it is dimension 1
+    of four or more, the last of two, and None of three, which may be channels or positions.
     """
     ndim = t.ndim
     if ndim < 2 or kind.startswith(_LAST) or kind.endswith(_LAST):
@@ -76,16 +76,17 @@ def channel_dim(kind: str, t: Tensor, before: Before | None = None) -> int | Non
 
 
 def is_clamped(consumers: Mapping[str, Any], name: str, kind: str) -> bool:
-    """Return whether 0 is all that comes of a value below 0 in this layer's output."""
+    """Return whether the layer is a ReLU, or only a ReLU reads its output."""
     return kind in CLAMPING or consumers.get(name) in CLAMPING
 
 
 def look_at(x: Tensor, kind: str, dim: int | None) -> tuple[Any, Any]:
-    """Return what the output of a layer of class `kind` says of its units, on its device.
+    """Return which units of an output are alive, and how many of its values are saturated.
 
     Returns:
-        (units,) bool, whether any value of each is above 0, or NaN: None if `dim` is. And a 0-d
-        tensor, how many values are at the flat ends of a bounded activation: None of other classes.
+        (n_units,) bool, whether a unit has a value above 0 or NaN; None if `dim` is None. And a 0-d
+        tensor, the number of values at the flat ends of a bounded activation; None for other
+        classes. Both are on the device of `x`.
     """
     if not x.numel():
         return None, None
@@ -96,12 +97,12 @@ def look_at(x: Tensor, kind: str, dim: int | None) -> tuple[Any, Any]:
         full = ((x - middle).abs() > 0.97 * (1 - middle)).sum().to(torch.float32)
     if dim is None:
         return None, full
-    # a CPU reads parts until all units are alive; a device reads all, since a look would wait
+    # a CPU stops when all units are alive; on a device, checking that would wait for it
     at_once = max(_PART * len(x) // x.numel(), 1) if x.is_cpu and dim else len(x)
     alive: Any = None
     for start in range(0, len(x), at_once):
         top = x[start : start + at_once]
-        if dim < x.ndim - 1:  # values that lie together first: 5 times as fast as all dimensions
+        if dim < x.ndim - 1:  # reduce contiguous values first: 5 times as fast as all dimensions
             top = top.flatten(dim + 1).amax(-1)
         found = ~(top.reshape(-1, top.shape[-1]).amax(0) <= 0)
         alive = found if alive is None else alive | found
@@ -111,9 +112,9 @@ def look_at(x: Tensor, kind: str, dim: int | None) -> tuple[Any, Any]:
 
 
 def either(a: Any, b: Any) -> Any:
-    """Return the units that are alive in one of two calls; None is of a call without values.
+    """Return (n_units,) bool: which units are alive in at least one of two calls.
 
-    If there are other units now, those of `b` alone.
+    None stands for a call without values. If the number of units has changed, return `b`.
     """
     if a is None or b is None:
         return b if a is None else a
@@ -121,7 +122,7 @@ def either(a: Any, b: Any) -> Any:
 
 
 class Units:
-    """The units of each row: their dimension, and which lived in the two halves of the window."""
+    """Keeps for each row the dimension of its units, and which are alive in each half window."""
 
     def __init__(self) -> None:
         self._dims: dict[tuple[int, int], int | None] = {}  # by row and `ndim`
@@ -130,7 +131,7 @@ class Units:
         self._newer: dict[int, Any] = {}
 
     def dim(self, row: int, kind: str, t: Tensor) -> int | None:
-        """Return `channel_dim` of a row's output, which is found once."""
+        """Return `channel_dim` of a row's output, computed once for each `t.ndim`."""
         key = row, t.ndim
         if key not in self._dims:
             self._dims[key] = channel_dim(kind, t, self._before) if t.ndim else None
@@ -139,7 +140,7 @@ class Units:
         return dim
 
     def after(self, alive: dict[int, Any], n: int) -> dict[int, float]:
-        """Add record `n`; return the share of dead units of each row that ran in it."""
+        """Add record `n`; return row → fraction of dead units, for the rows in `alive`."""
         for row, found in alive.items():
             self._newer[row] = either(self._newer.get(row), found)
         shares = {row: float(self.dead(row).mean()) for row in alive}
@@ -148,6 +149,6 @@ class Units:
         return shares
 
     def dead(self, row: int) -> Any:
-        """Return (units,) bool; None if the row did not run, or its units are not known."""
+        """Return (n_units,) bool: which are dead; None if the row's units are not known."""
         alive = either(self._older.get(row), self._newer.get(row))
         return None if alive is None else ~alive

@@ -54,45 +54,47 @@ if TYPE_CHECKING:
     from hookkit.inspection.fastai_layout import SummaryText
 
 
-_OF_CALLBACKS = ("cbs", "heard", "_past", "_hooking")
-"""Attributes that a pass without training does not put back: a callback of its may add others."""
+_CALLBACK_STATE = ("cbs", "heard", "_past", "_hooking")
+"""Attributes that a pass without training does not restore: its callbacks may add callbacks."""
 
 
 class Learner(Loop, Reportable):
     """Trains a model, and calls callbacks at each event.
 
     Args:
-        dls: `DataLoaders`, a pair of loaders `(train, valid)`, or one; None for a Learner that only
-            summarises, or validates and predicts on batches given to it.
+        dls: `DataLoaders`, a pair of loaders `(train, valid)`, or one loader; None if the Learner
+            only summarises, or validates and predicts on batches that are passed in.
         model: any `nn.Module`. A tuple or list batch is called as `model(*inputs)`, a mapping as
             `model(**batch)`.
-        loss_func: `loss_func(pred, *targets)`; None takes the `loss` in what the model returns.
-        opt_func: `opt_func(groups, lr=lr)` gives a torch optimizer.
-        lr: used by fits that are given none: a number, one per group, or `slice(lowest, highest)`.
-        splitter: `splitter(model)` gives the parameters, or a list of them for each group, or
-            torch's dicts: a group's own `weight_decay` holds in each fit.
+        loss_func: `loss_func(pred, *targets)`; None takes the `loss` in the model's output.
+        opt_func: `opt_func(groups, lr=lr)` returns a torch optimizer.
+        lr: the default learning rate of fits: a number, one per group, or `slice(lowest, highest)`.
+        splitter: `splitter(model)` returns the parameters, or a list of them for each group, or
+            torch's dicts. A group's own `weight_decay` holds in each fit.
         cbs: callbacks, instances or classes; read by name, as in `learn.activation_stats`.
         metrics: functions `f(pred, *targets)` averaged over samples, or objects with `reset`,
             `update` and `compute` (torchmetrics).
-        path: folder of `model_dir`; None for the current one.
-        model_dir: where `save` writes.
+        path: the folder that contains `model_dir`; None for the current folder.
+        model_dir: the folder that `save` writes to.
         wd: weight decay; None for the optimizer's own.
-        train_bn: whether batch norms in frozen groups still learn.
+        train_bn: whether batch norms in frozen groups are trained.
         default_cbs: whether to begin with TrainEvalCallback and Recorder; one of these in `cbs`
             replaces the default.
 
     Attributes:
-        epoch, n_epoch, iter, n_iter: how far the run is (`n_iter` None: unknown).
-        train_iter, pct_train: training batches done in this fit, and their share of it.
-        n_steps, stepped: optimizer steps really made, over all fits; whether this batch made one.
+        epoch, n_epoch, iter, n_iter: the current epoch and batch, and their numbers (`n_iter` is
+            None if unknown).
+        train_iter, pct_train: the number of training batches so far in this fit, and their
+            fraction of the fit.
+        n_steps, stepped: optimizer steps made, over all fits; whether this batch made one.
         steps_now: whether the optimizer steps after this batch.
-        xb, yb, x, y: the batch as tuples, and the only item of each if there is one.
-        pred, loss, loss_grad: None until the batch gets there; `loss_grad` is what is
-            differentiated, `loss` a copy that callbacks may keep.
-        losses, epochs: the training loss of each batch, kept on its device; for each epoch its
-            number, its first step, and its row of the log.
+        xb, yb, x, y: inputs and targets as tuples; `x` and `y` are the item if there is only one.
+        pred, loss, loss_grad: None until they are computed; backward is called on `loss_grad`, and
+            `loss` is a copy that callbacks may keep.
+        losses, epochs: the `LossLog` of the training batches; for each epoch its number, its first
+            step, and its row of the log.
         final_record: losses and metrics of the last epoch or validation.
-        logger: takes a row per epoch, `recorder.log`; `print` by default.
+        logger: a function called with `recorder.log` after each epoch; `print` by default.
 
     Raises:
         ArgumentError: an argument is of a kind that cannot work.
@@ -145,16 +147,16 @@ class Learner(Loop, Reportable):
         self.logger: Any = print
         self.opt: Any = None
         self.frozen_idx = 0
-        self._own_wd: dict[int, float] = {}  # by group: the weight decay that the splitter gives
+        self._group_wd: dict[int, float] = {}  # group → weight decay that the splitter returned
         self.scaler: Any = None  # the loop's GradScaler
         self.accelerator: Any = None
-        self._plain_loaders: list[Any] = []  # in `distrib_ctx`: the loaders as they were before it
+        self._plain_loaders: list[Any] = []  # in `distrib_ctx`: the user's own loaders
         self.epoch, self.n_epoch, self.iter, self.train_iter, self.pct_train = 0, 1, 0, 0, 0.0
         self.n_iter: int | None = None
         self.final_record: list[Any] | None = None
-        self._device: torch.device | None = None  # where the current loader's batches go
+        self._device: torch.device | None = None  # the device to which batches are moved
         self._by_keyword = False  # whether the batch is a mapping
-        self._counted: Any = None  # the optimizer whose steps are counted by its own hook
+        self._hooked_opt: Any = None  # the optimizer whose step hook counts its steps
         self._end_run()
         own = instances(cbs)
         for default in DEFAULT_CALLBACKS if default_cbs else ():
@@ -176,14 +178,14 @@ class Learner(Loop, Reportable):
     ) -> None:
         """Train for `n_epoch` epochs, validating after each if there is validation data.
 
-        However it ends, also by an exception or Ctrl-C, every callback's `cleanup_fit()` runs.
+        Every callback's `cleanup_fit()` runs at the end, also after an exception or Ctrl-C.
 
         Args:
-            n_epoch: the number of epochs in all.
+            n_epoch: the total number of epochs, with those before `start_epoch`.
             lr, wd: learning rate and weight decay; None takes the Learner's.
-            cbs: further callbacks for this fit; they stay readable by name afterwards.
-            reset_opt: whether to begin with a new optimizer.
-            start_epoch: the first epoch's number: to go on after `learn.load(…)`.
+            cbs: further callbacks for this fit; they can still be read by name afterwards.
+            reset_opt: whether to make a new optimizer.
+            start_epoch: the number of the first epoch, to resume after `learn.load(…)`.
 
         Raises:
             ModelRunError: there is no training data, or no loss.
@@ -195,7 +197,7 @@ class Learner(Loop, Reportable):
         n = len(self.opt.param_groups)
         set_hyper(self.opt, "lr", spread(self.lr if lr is None else lr, n))
         if (wd := self.wd if wd is None else wd) is not None:
-            set_hyper(self.opt, "weight_decay", [self._own_wd.get(i, wd) for i in range(n)])
+            set_hyper(self.opt, "weight_decay", [self._group_wd.get(i, wd) for i in range(n)])
         with self.added_cbs(cbs), self._fit_under_way():
             self.opt.zero_grad()  # an interrupted fit may have left gradients
             self.n_epoch, self.epoch = n_epoch, start_epoch
@@ -217,10 +219,10 @@ class Learner(Loop, Reportable):
         """Train with torch's OneCycleLR: warm up to `lr_max`, then anneal to almost 0.
 
         Args:
-            n_epoch: the number of epochs in all.
-            lr_max: the highest learning rate, as the Learner's `lr`; None takes that.
+            n_epoch: the total number of epochs.
+            lr_max: the highest learning rate, in the same forms as the Learner's `lr`, the default.
             div, div_final: the first rate is `lr_max / div`, the last one `lr_max / div_final`.
-            pct_start: the share of the steps that warm up.
+            pct_start: the fraction of the steps that warm up.
             moms: lowest and highest momentum (Adam: first beta), cycled against the learning rate.
             wd, cbs, reset_opt, start_epoch: as in `fit`.
         """
@@ -236,24 +238,24 @@ class Learner(Loop, Reportable):
         stop_div: bool = True,
         show_plot: bool = True,
     ) -> SuggestedLRs:
-        """Suggest learning rates to train with, by a short training with a growing one.
+        """Return suggested learning rates, from a short training with a growing rate.
 
-        Model (see `preserve_state`), optimizer, random states, counts and records are as before.
-        Callbacks that record, save or schedule do not run; others do.
+        Afterwards model (see `preserve_state`), optimizer, random states, counts and records are
+        restored. Callbacks that record, save or schedule do not run; others do.
 
         Args:
-            start_lr, end_lr: the first and the last learning rate, of all parameter groups.
-            num_it: how many batches are trained on, in as many epochs as are needed.
+            start_lr, end_lr: the first and the last learning rate of all parameter groups.
+            num_it: the number of batches to train on, in as many epochs as are needed.
             stop_div: whether to stop when the smoothed loss is over four times its minimum.
-            show_plot: whether to draw the picture, where matplotlib is installed.
+            show_plot: whether to draw the losses, if matplotlib is installed.
 
         Returns:
             fastai's suggestions: `.valley` is the usual one; `.steep`, `.minimum`, `.slide`.
-            `.plot()` draws what they are read from.
+            `.plot()` draws the losses and the suggestions.
 
         Raises:
             OptionError: it was called inside `distrib_ctx`.
-            ModelRunError: the loss grew too large at once.
+            ModelRunError: the loss grew too large at the first rates.
         """
         rates = find_lr(self, start_lr, end_lr, num_it, stop_div)
         if show_plot and find_spec("matplotlib") is not None:
@@ -261,15 +263,15 @@ class Learner(Loop, Reportable):
         return rates
 
     def create_opt(self) -> None:
-        """Make a new optimizer: `opt_func(groups, lr=lr)` of the splitter's groups."""
+        """Make a new optimizer: call `opt_func(groups, lr=lr)` with the splitter's groups."""
         split = list(self.splitter(self.model))
         self.opt, self.frozen_idx = make_optimizer(self.opt_func, split, self.lr), 0
         own = enumerate(g.get("weight_decay") if isinstance(g, dict) else None for g in split)
-        self._own_wd = {i: wd for i, wd in own if wd is not None}
+        self._group_wd = {i: wd for i, wd in own if wd is not None}
 
     def freeze_to(self, n: int) -> None:
-        """Train only the parameter groups from `n` on; negative ones count from the end."""
-        if self.accelerator is not None:  # DDP has chosen the parameters it averages
+        """Freeze all parameter groups before group `n`; a negative `n` counts from the end."""
+        if self.accelerator is not None:  # DDP has already chosen the parameters it averages
             raise OptionError("freeze_to: call it before `with learn.distrib_ctx()`, not inside.")
         if self.opt is None:
             self.create_opt()
@@ -283,11 +285,11 @@ class Learner(Loop, Reportable):
                 p.requires_grad_(i >= self.frozen_idx or id(p) in learns)
 
     def freeze(self) -> None:
-        """Train only the last parameter group."""
+        """Freeze all parameter groups but the last."""
         self.freeze_to(-1)
 
     def unfreeze(self) -> None:
-        """Train every parameter group."""
+        """Unfreeze all parameter groups."""
         self.freeze_to(0)
 
     # --- the loop, from the outside in
@@ -314,7 +316,7 @@ class Learner(Loop, Reportable):
         """Run every batch of `dl`."""
         self.n_iter, self._device, i = n_batches(self.dl), self.device, -1
         with preserve_random_state(self.dl) if self.eval_pass else nullcontext():
-            batches = enumerate(self.dl)  # a DataLoader draws a number as its iterator is made
+            batches = enumerate(self.dl)  # making a DataLoader's iterator draws a random number
         for i, b in batches:
             self.one_batch(i, b)
         if i < 0 and not (self.training or self.eval_pass):
@@ -361,8 +363,8 @@ class Learner(Loop, Reportable):
         if self.scaler is not None:
             grads = (p.grad for group in self.opt.param_groups for p in group["params"])
             if all(grad is None for grad in grads):
-                return  # the backward was cancelled; without gradients a GradScaler raises
-            self.scaler.unscale_(self.opt)  # so callbacks clip and read the true gradients
+                return  # the backward was cancelled; a GradScaler raises without gradients
+            self.scaler.unscale_(self.opt)  # so that callbacks clip and read the true gradients
         try:
             done = self._with_events("step", self._step)
         finally:
@@ -372,7 +374,7 @@ class Learner(Loop, Reportable):
         if self.stepped:
             if not self.probes.done:
                 self.probes.end_step()
-        elif not done:  # of a cancelled step no batch is recorded
+        elif not done:  # the batches of a cancelled step are not recorded
             self.losses.drop(self.n_steps)
 
     # --- its smallest parts
@@ -421,10 +423,11 @@ class Learner(Loop, Reportable):
             self.opt.step()
         else:
             self.scaler.step(self.opt)
-        if self.opt is not self._counted:  # it has no step hooks, or is new since `before_fit`
+        if self.opt is not self._hooked_opt:  # it has no step hooks, or was made after `before_fit`
             self._on_step(self.opts[0])
 
     def _on_step(self, opt: Any, *_: Any) -> None:
+        """Count a step that `opt` has made. Called by its step hook or, without one, by `_step`."""
         if skips_step(opt):
             return
         self.keep_rates(opt)
@@ -434,9 +437,9 @@ class Learner(Loop, Reportable):
         self.stepped = True
 
     def _with_events(self, part: str, f: Callable[[], None]) -> bool:
-        """Run a part between its events, and return whether it ran to its end.
+        """Run a part between its events, and return whether it was not cancelled.
 
-        The part's Cancel exception ends the part. Any other exception ends the fit.
+        The part's Cancel exception ends the part. Any other exception propagates.
         """
         done = True
         try:
@@ -452,21 +455,21 @@ class Learner(Loop, Reportable):
 
     @contextmanager
     def _fit_under_way(self) -> Iterator[None]:
-        """Mark a fit, and count its optimizer steps."""
+        """Set `fitting`, and count optimizer steps, until the end of the `with`."""
         self._check_idle("fit was called")
-        self.scaler, self._counted = None, None
+        self.scaler, self._hooked_opt = None, None
         with ExitStack() as undo:
             # torch's own hook runs only if the step is made, not if a GradScaler skips it
             if hasattr(self.opts[0], "register_step_post_hook"):
                 undo.callback(self.opts[0].register_step_post_hook(self._on_step).remove)
-                self._counted = self.opt
+                self._hooked_opt = self.opt
             undo.enter_context(self._run_under_way())
             self.fitting = True
             yield
 
     @contextmanager
     def _run_under_way(self) -> Iterator[None]:
-        """Clean up after a fit or a pass, however it ends."""
+        """Claim the callbacks; clean up at the end of the `with`, however it ends."""
         self._claim()
         with_grad = torch.is_grad_enabled()
         try:
@@ -480,19 +483,19 @@ class Learner(Loop, Reportable):
 
     @contextmanager
     def _pass_under_way(self, cbs: Any) -> Iterator[None]:
-        """Prepare for a pass without training; at its end state, modes and records are as before.
+        """Prepare for a pass without training; restore state, modes and records at its end.
 
-        Outside of a fit, the pass has the events of a fit and of an epoch around it, as in fastai.
+        Outside a fit, send the events of a fit and of an epoch around the pass, as fastai does.
         """
         with ExitStack() as undo:
-            before = {name: x for name, x in vars(self).items() if name not in _OF_CALLBACKS}
+            before = {name: x for name, x in vars(self).items() if name not in _CALLBACK_STATE}
             undo.callback(vars(self).update, before)
             for module in self.model.modules():
                 undo.callback(setattr, module, "training", module.training)
-            silent = self.pause_recorders()  # the pass does not belong to a batch around it
+            silent = self.pause_recorders()  # the pass may run within a batch that is recorded
             for cb in silent:
                 undo.callback(setattr, cb._switch, "on", True)
-            if self.fitting:  # the epoch has a bar already
+            if self.fitting:  # the epoch already has a progress bar
                 silent += [cb for cb in self.cbs if isinstance(cb, ProgressCallback)]
             for cb in silent:
                 undo.callback(setattr, cb, "run", cb.run)
@@ -500,7 +503,7 @@ class Learner(Loop, Reportable):
             for cb in self.cbs:
                 if isinstance(cb, Recorder):
                     undo.callback(vars(cb).update, dict(vars(cb)))
-                    if self.fitting:  # a validation may be under way
+                    if self.fitting:  # a validation may be adding to these metrics
                         cb._metrics = copy.deepcopy(cb._metrics)
             self.eval_pass = True
             undo.enter_context(self.added_cbs(cbs))
@@ -513,12 +516,12 @@ class Learner(Loop, Reportable):
             yield
 
     def _end_run(self) -> None:
-        """Set the attributes of a run to their values outside of a run."""
+        """Set the attributes of a run to their values outside a run."""
         self.fitting = self.in_epoch = self.training = self.stepped = self.eval_pass = False
         self.steps_now, self.autocast = True, nullcontext
         self.dl = self.pred = self.loss = self.loss_grad = None
         self.xb = self.yb = (None,)
-        self._callbacks_scaler = None  # the GradScaler by which a callback made the last step
+        self._callbacks_scaler = None  # the GradScaler with which a callback made the last step
 
     def _check_idle(self, call: str) -> None:
         if self.fitting:
@@ -531,7 +534,7 @@ class Learner(Loop, Reportable):
 
     @property
     def opts(self) -> list[Any]:
-        """Return the plain torch optimizers, none before the first fit and then one."""
+        """Return a list of the unwrapped torch optimizer; empty before there is one."""
         return [] if self.opt is None else [unwrap_optimizer(self.opt)]
 
     stepped_opts = opts
@@ -545,19 +548,19 @@ class Learner(Loop, Reportable):
 
     @property
     def device(self) -> torch.device | None:
-        """Return the device of the DataLoaders, where batches go, or of the first parameter."""
+        """Return the device of batches: the DataLoaders', or that of the first parameter."""
         device = getattr(self.dls, "device", None)
         first = next(self.model.parameters(), None)
         return device if device is not None or first is None else first.device
 
     @property
     def x(self) -> Any:
-        """Return the batch's input, or the tuple of them if there are several."""
+        """Return the batch's only input, or the tuple `xb`."""
         return self.xb[0] if len(self.xb) == 1 else self.xb
 
     @property
     def y(self) -> Any:
-        """Return the batch's target, or the tuple of them unless there is exactly one."""
+        """Return the batch's only target, or the tuple `yb`."""
         return self.yb[0] if len(self.yb) == 1 else self.yb
 
     def _where(self) -> str:
@@ -598,21 +601,21 @@ class Learner(Loop, Reportable):
     ) -> tuple[Any, ...]:
         """Return `([inputs,] preds, targets [, losses])` of all batches, on the CPU.
 
-        Structures (tuples, dicts, model outputs) are joined leaf by leaf and keep their type; a
-        list of strings, or of dicts, has an item for each sample. In `distrib_ctx` every rank gets
-        all tensors, in the order of the data, and each has to call; other items are its own. To
-        keep batches that cannot be joined, such as outputs of several lengths, use a callback:
-        `learn.validate(cbs=Callback(after_pred=lambda cb: kept.append(cb.pred)))`.
+        Structures (tuples, dicts, model outputs) are joined tensor by tensor and keep their type; a
+        list of strings or dicts has an item for each sample. In `distrib_ctx` every rank has to
+        call, and gets the tensors of all ranks in the order of the data, but only its own other
+        items. To keep outputs that cannot be joined, such as those of several lengths, use a
+        callback: `learn.validate(cbs=Callback(after_pred=lambda cb: kept.append(cb.pred)))`.
 
         Args:
             ds_idx, dl, cbs: as in `validate`.
             with_input: whether to return the inputs too.
-            with_loss: whether to return the loss of each sample too, (n,), if the loss function
-                has a `reduction`; else of each batch.
+            with_loss: whether to return losses too: (n,) of each sample if the loss function has a
+                `reduction`; otherwise of each batch.
 
         Raises:
             ModelRunError: there is no data, or no batch.
-            RuntimeError, ValueError: batches of different kinds.
+            RuntimeError, ValueError: the batches cannot be joined.
         """
         dl, keep = loader_of(self, ds_idx, dl, "get_preds"), Keep(with_input, with_loss)
         with self._pass_under_way([keep, *callback_list(cbs)]):
@@ -626,8 +629,8 @@ class Learner(Loop, Reportable):
         """Return the model's output for one sample, on the CPU and without a batch dimension.
 
         Args:
-            item: what the data set has: inputs with targets, or an input alone. It becomes a batch
-                of one by the validation loader's `collate_fn`, or else the training loader's.
+            item: an item of the data set, or its input alone. The `collate_fn` of the validation
+                loader, or else of the training loader, makes a batch of it.
 
         >>> from hookkit.testing import synth_learner
         >>> learn = synth_learner()
@@ -636,9 +639,9 @@ class Learner(Loop, Reportable):
         (True, True)
         """
         train, *others = self.dls or (None,)
-        loaders = [*others, train]  # that of training may augment
+        loaders = [*others, train]  # training last: its `collate_fn` may augment
         loader: Any = next((dl for dl in loaders if hasattr(dl, "collate_fn")), None)
-        plain = loader is None or loader.batch_size is None  # its data set has batches
+        plain = loader is None or loader.batch_size is None  # None: its data set returns batches
         batch = (default_collate if plain else loader.collate_fn)([item])
         preds, _ = self.get_preds(dl=[batch])
         return tree_map(lambda t: t[0], preds)
@@ -649,17 +652,17 @@ class Learner(Loop, Reportable):
                 f"{who}: this Learner has no data. Make it with DataLoaders(train, valid), set "
                 f"`learn.dls`, or give batches: `learn.get_preds(dl=[…])`."
             )
-        self.dls = as_loaders(self.dls)  # a user may have set it to anything that the Learner takes
+        self.dls = as_loaders(self.dls)  # the user may have set `learn.dls` to a pair of loaders
 
     # --- files
 
     def save(self, file: str | Path, with_opt: bool = True) -> Path:
-        """Write the weights to `path/model_dir/file.pth`, whole or not at all; return that path.
+        """Write the weights to `path/model_dir/file.pth`, atomically, and return the path.
 
-        In `distrib_ctx`, and if the model is sharded, every rank has to call, and rank 0 writes.
+        In `distrib_ctx`, or if the model is sharded, every rank has to call, and rank 0 writes.
 
         Args:
-            file: its name, or a path.
+            file: the name of the file, or a path.
             with_opt: whether the optimizer's state is written too.
 
         Raises:
@@ -684,14 +687,14 @@ class Learner(Loop, Reportable):
         return where
 
     def load(self, file: str | Path, with_opt: bool = True, strict: bool = True) -> Learner:
-        """Read weights, and the optimizer's state, from what `save` wrote, or a state dict.
+        """Load weights and the optimizer's state from a file of `save` or of a state dict.
 
-        The optimizer keeps its own settings (rates, momentum): those of the file may be of the
-        middle of a schedule. To go on with an interrupted training: `fit(…, start_epoch=…)`.
+        Return the Learner. The optimizer keeps its own settings (rates, momentum), because those in
+        the file may be from the middle of a schedule. `fit(…, start_epoch=…)` resumes a training.
 
         Raises:
-            OptionError: there is no such file; it has the state of another kind of optimizer.
-            RuntimeError: it is of another model.
+            OptionError: there is no such file, or it has the state of another kind of optimizer.
+            RuntimeError: the weights are those of another model.
         """
         where, model = self._file(file, there=True), unwrap(self.model)
         if not where.exists():
@@ -704,7 +707,8 @@ class Learner(Loop, Reportable):
                 self.create_opt()
             own, theirs = set(self.opt.param_groups[0]), set(opt_state["param_groups"][0])
             theirs -= {"initial_lr", "max_lr", "min_lr"}  # of schedules
-            if own - theirs and theirs - own:  # another version of torch has more of them, or less
+            # a difference in one direction only comes from another version of torch
+            if own - theirs and theirs - own:
                 raise OptionError(
                     f"load: the file has the state of another optimizer, with "
                     f"{sorted(theirs - own)}, and this one is {type(self.opt).__name__}. Use "
@@ -724,7 +728,7 @@ class Learner(Loop, Reportable):
     def _file(self, file: str | Path, there: bool = False) -> Path:
         name = Path(file) if Path(file).suffix == ".pth" else Path(f"{file}.pth")
         inside = self.path / self.model_dir / name
-        # what `save` returned has the folder already
+        # the user may pass the path that `save` returned, which has the folder
         return name if there and name.exists() and not inside.exists() else inside
 
     # --- processes
@@ -732,11 +736,10 @@ class Learner(Loop, Reportable):
     def distrib_ctx(self, accelerator: Any = None, **options: Any) -> Any:
         """Train, inside the `with`, over processes that `accelerate launch` or `torchrun` started.
 
-        Model, optimizer and loaders are accelerate's there: DDP, FSDP2 on devices, mixed precision,
-        gradient accumulation, as `accelerate.Accelerator(**options)` says. Afterwards they are the
-        plain ones again; a model that FSDP2 has sharded stays sharded. A single process works too,
-        and without a GPU the CPUs. Validation, `get_preds` and records are over all ranks: each
-        rank has to call.
+        Model, optimizer and loaders are wrapped by `accelerate.Accelerator(**options)`: DDP, FSDP2
+        on devices, mixed precision, gradient accumulation. At the end they are unwrapped again; a
+        model that FSDP2 has sharded stays sharded. It also works with a single process, and on CPUs
+        without a GPU. Validation, `get_preds` and records cover all ranks; every rank has to call.
 
         Raises:
             MissingExtraError: accelerate is not installed.
@@ -754,11 +757,11 @@ class Learner(Loop, Reportable):
 
     @property
     def smooth_loss(self) -> float | None:
-        """Return the Recorder's smoothed training loss, by one read from the device."""
+        """Return the Recorder's smoothed training loss. Sync: one."""
         return getattr(self.cbs_by_name.get("recorder"), "smooth_loss", None)
 
     def show_training_loop(self) -> PrettyString:
-        """Return the loop as text: every event in its place, with the callbacks that have it."""
+        """Return the loop as text: each event with the callbacks that have a method for it."""
         lines, depth = list[str](), 0
         for event in EVENTS[1:]:  # without `after_create`
             ends = event.startswith("after_")
@@ -772,7 +775,7 @@ class Learner(Loop, Reportable):
 
     @contextmanager
     def no_logging(self) -> Iterator[Self]:
-        """Print no log, until the end of the `with`."""
+        """Print no log until the end of the `with`."""
         before, self.logger = self.logger, no_log
         try:
             yield self
@@ -780,7 +783,7 @@ class Learner(Loop, Reportable):
             self.logger = before
 
     def __getattr__(self, name: str) -> Any:
-        if hasattr(type(self), name):  # a property that raised AttributeError: its own error
+        if hasattr(type(self), name):  # a property raised AttributeError: raise that error again
             return object.__getattribute__(self, name)
         if name[0] != "_" and "cbs" in vars(self):
             if (cb := self.cbs_by_name.get(name)) is not None:
