@@ -62,24 +62,24 @@ class Change:
             raise
 
     def _one(self, x: Tensor, other: Any) -> Tensor:
-        """Return one tensor, changed."""
+        """Return a copy of tensor `x`, its part `at` changed by operand `other`."""
         if isinstance(other, Tensor):
             other = other.to(x.device)
         new = self.new(x if self.at is ... else x[self.at], other)
         is_tensor = isinstance(new, Tensor)
         is_complex = new.is_complex() if is_tensor else isinstance(new, complex)
-        fraction = new.is_floating_point() if is_tensor else isinstance(new, float)
-        if not x.is_complex() and (is_complex or (fraction and not x.is_floating_point())):
-            what = "fractions" if fraction else "complex numbers"
+        is_float = new.is_floating_point() if is_tensor else isinstance(new, float)
+        if not x.is_complex() and (is_complex or (is_float and not x.is_floating_point())):
+            what = "fractions" if is_float else "complex numbers"
             raise HookError(f"{describe(new)} of {what} does not go into a tensor of {x.dtype}")
         if is_tensor:
-            new = new.to(x.dtype)  # to write at a list or a mask of positions casts nothing
+            new = new.to(x.dtype)  # an assignment at a list or mask of positions does not cast
         whole = self.at is ...
         if whole and isinstance(new, Tensor) and (x.is_nested or new.shape == x.shape):
-            return new  # nothing to copy
+            return new
         made = x.clone()
         if whole and not isinstance(new, Tensor):
-            return made.fill_(new)  # a nested tensor has no parts
+            return made.fill_(new)  # not `made[...]`, which a nested tensor refuses
         made[self.at] = new
         return made
 
@@ -92,7 +92,7 @@ def zero(*, at: Any = None) -> Change:
 
     Args:
         at: the part to change, as in `tensor[at]`: an int, slice, tuple, mask or index tensor; all
-            by default. In a structured output that part of every tensor, unless one tensor was
+            by default. In a structured output it applies to every tensor, unless one tensor was
             selected (`"lstm[0]"`).
 
     Returns:
@@ -103,7 +103,7 @@ def zero(*, at: Any = None) -> Change:
     tensor([[0., 1.],
             [0., 1.]])
     """
-    return Change("zero()", lambda x, _: 0, at, _same(None))
+    return Change("zero()", lambda x, _: 0, at, _same_for_all(None))
 
 
 def scale(k: float | Tensor, *, at: Any = None) -> Change:
@@ -120,7 +120,7 @@ def scale(k: float | Tensor, *, at: Any = None) -> Change:
     >>> scale(3)(nn.Identity(), torch.ones(2))
     tensor([3., 3.])
     """
-    return Change(f"scale({describe(k)})", operator.mul, at, _same(k))
+    return Change(f"scale({describe(k)})", operator.mul, at, _same_for_all(k))
 
 
 def add(v: float | Tensor, *, at: Any = None) -> Change:
@@ -139,15 +139,15 @@ def add(v: float | Tensor, *, at: Any = None) -> Change:
     tensor([[1., 2.],
             [0., 0.]])
     """
-    return Change(f"add({describe(v)})", operator.add, at, _same(v))
+    return Change(f"add({describe(v)})", operator.add, at, _same_for_all(v))
 
 
 def replace(t: Any, *, at: Any = None) -> Change:
     """Make an edit that puts `t` in the place of the value, or of the part `at`.
 
     Args:
-        t: a number or tensor for a tensor (it may broadcast); for a structured value, a structure
-            of the same containers, whose tensors take the places of its tensors.
+        t: a number, or a tensor (it may broadcast); for a structured value, the same containers
+            with other tensors.
         at: the part to replace, as in `tensor[at]`; all by default. `t` has the shape of that
             part, or broadcasts to it.
 
@@ -170,17 +170,17 @@ def patch_from(
 ) -> Change:
     """Make an edit that puts in the value of another run at the same layer: activation patching.
 
-    A layer is found as the same module; in another model by its name there, as `select` gives it,
-    and never by its position in a list. The value of the other run has the same shape, or one
-    sample, which patches every sample of a batch.
+    The other run's value is found by the module itself, or in another model by the module's name as
+    `select` gives it, but never by its position in a list. It has the shape of the value that it
+    replaces, or one sample, which then patches every sample of a batch.
 
     Args:
-        run: the hooks of that run (they have to live, not to be registered), or a dict of its
-            values by layer name. With `keep="all"`, and of functions, call by call; otherwise each
-            call gets the last call's value.
+        run: the hooks of that run (alive, but not necessarily registered), or a dict of its values
+            by layer name. Hooks with `keep="all"`, and hooks of functions, patch call by call;
+            otherwise each call gets the last call's value.
         at: as in `zero`, to patch a position or a head only.
-        from_at: the part of the other run's tensor that is put there; default: the same part. Into
-            position 7 from position 4 of another prompt: `at=(slice(None), 7)`,
+        from_at: the part of the other run's tensor to put there; by default the same part. To patch
+            position 7 from position 4 of another prompt, give `at=(slice(None), 7)` and
             `from_at=(slice(None), 4)`.
 
     Returns:
@@ -217,17 +217,17 @@ def patch_from(
 
 
 def _put(part: Tensor, new: Any) -> Any:
-    """Return a copy of `new`, because the layers that follow may write into it."""
+    """Return a copy of `new`, the replacement of `part`: the layers that follow may write to it."""
     return new.clone() if isinstance(new, Tensor) else new
 
 
-def _same(v: Any) -> Operands:
+def _same_for_all(v: Any) -> Operands:
     """Return operands that are `v` for every tensor."""
     return lambda value, module, hook: [v] * len(tree_leaves(value))
 
 
 def _pairs(value: Any, t: Any) -> list[tuple[Tensor, Any]]:
-    """Return each tensor of `value` with the one of `t`, or the number, that takes its place."""
+    """Return each tensor of `value`, paired with the tensor of `t` in its place, or the number."""
     old, new = tree_leaves_with_path(value), tree_leaves_with_path(t)
     if isinstance(t, int | float | complex):
         return [(x, t) for _, x in old]
@@ -238,7 +238,7 @@ def _pairs(value: Any, t: Any) -> list[tuple[Tensor, Any]]:
 
 def _for_each_sample(v: Tensor, x: Tensor) -> Tensor:
     """Return `v` in the shape of `x`: `v` itself, or its one sample for all samples."""
-    if x.is_nested or v.is_nested:  # its samples have sizes of their own
+    if x.is_nested or v.is_nested:  # compared sample by sample: a nested tensor has no one shape
         fits = x.is_nested and v.is_nested and [*map(len, x.unbind())] == [*map(len, v.unbind())]
     else:
         fits = v.shape == x.shape or (v.shape[:1] == (1,) and v.shape[1:] == x.shape[1:])
@@ -254,14 +254,14 @@ def _for_each_sample(v: Tensor, x: Tensor) -> Tensor:
 def _stored(run: Hook | Hooks | Mapping[str, Any], module: nn.Module, hook: Any) -> Any:
     """Return the other run's value of this layer.
 
-    The first that is there is taken: of the same module, or the same call of a function in the same
-    module; of the same name in the model, where names of functions' calls end with their number.
+    It is looked up by the module (for a function, by the same call in the same module), and then by
+    name. The name of a function's call ends with the number of the call.
 
     Args:
         module: the layer that is edited; or a `FunctionCall`, which stands for one.
         hook: the edit's hook; None if the change is called without one.
     """
-    # a checkpoint runs the only call again: that is call 0, although it has been counted
+    # a checkpoint that runs the only call again repeats call 0, which was counted already
     n = 0 if hook is None or (recomputing() and hook.n_calls == 1) else hook.n_calls
     name = None if hook is None or hook.scope.names_are_positions else hook.name
     names = () if name is None else (name, f"{name}:{n}")
@@ -296,7 +296,7 @@ def _is_same_call(h: Hook, module: nn.Module, n: int) -> bool:
 
 
 def _value(h: Hook, n: int) -> Any:
-    """Return what `h` stored: the `n`-th call with keep="all", else the last."""
+    """Return what `h` stored in call `n` (from 0) with keep="all", otherwise in the last call."""
     value = h.stored
     if h.options.keep == "all":
         if n and recomputing():

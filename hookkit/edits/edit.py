@@ -1,4 +1,4 @@
-"""Change the output, the input or the gradient of a layer, for the time of a `with`.
+"""Change the output, the input or the gradient of a layer, inside a `with` block.
 
 An edit is a hook that replaces the value it sees and stores nothing: `Hooks(edit=True,
 keep="none")`. Hooks run in the order in which they were written: a capture before the edit sees
@@ -101,7 +101,7 @@ def edit_input(
 ) -> Hooks:
     """Replace the inputs of a module by what `f(module, input)` returns, inside a `with`.
 
-    All else is as in `edit_output`. `edit_inputs` is another name of this function.
+    The rest works as in `edit_output`. `edit_inputs` is another name of this function.
 
     Args:
         modules, calls: as in `edit_output`; paths are into the inputs.
@@ -127,7 +127,7 @@ def edit_grad(modules: nn.Module | Modules, f: Function | Mapping[str, Function]
 
     The backward pass goes on with the replacement. Forward and backward have to run inside the
     block. `f` sees the gradient after the edits and hooks that were written before it, and after
-    those on an inner module that returns the same tensor. All else is as in `edit_output`.
+    those on an inner module that returns the same tensor. The rest works as in `edit_output`.
     `edit_grads` is another name of this function.
 
     Args:
@@ -162,23 +162,23 @@ def edit_function(
     grad: bool = False,
     calls: Calls = None,
 ) -> FunctionHooks:
-    """Replace what calls of the torch function `f` return, for the time of a `with`.
+    """Replace what calls of the torch function `f` return, inside a `with`.
 
     The example ablates a head inside fused attention: the output of
     `F.scaled_dot_product_attention` is (batch, head, position, channel). In `generate` models with
     grouped queries pack their heads, and a warning says so; then edit the input of the output
     projection, `edit_input(attn.o_proj, …)`.
 
-    `hook_function` says which calls are seen. To edit a call that works in place or has `out=` is
-    an error.
+    `hook_function` says which calls are seen. Editing a call that works in place, or has `out=`,
+    raises an error.
 
     Args:
         f, within: as for `hook_function`.
         edit: `edit(call, inputs, output)` or `edit(output)`. It returns the replacement, of the
             same structure, or None to change nothing. Or a ready-made edit: `zero`, `scale`, `add`,
             `replace`, `patch_from` (from what `hook_function` stored, call by call).
-        inputs: edits the inputs of the function instead: `edit(call, inputs)`, see `edit_input`.
-        grad: edits the gradients of its outputs instead: `edit(call, grad)`, see `edit_grad`.
+        inputs: edit the inputs of the function instead: `edit(call, inputs)`, see `edit_input`.
+        grad: edit the gradients of its outputs instead: `edit(call, grad)`, see `edit_grad`.
         calls: which calls are edited, by the number that `hook_function` would give them in their
             module: a collection of numbers, one number, or a function `f(number)`; None: all.
 
@@ -220,12 +220,12 @@ def edit_attention(
     scores: bool = False,
     calls: Calls = None,
 ) -> FunctionHooks:
-    """Replace the attention pattern of each attention in `within`, for the time of a `with`.
+    """Replace the attention pattern of each attention in `within`, inside a `with`.
 
-    An edited attention is computed from its pattern, `dropout(pattern) @ value`; all other calls
-    stay as they are, fused, and hooks on functions further out see only these. `hook_attention`
-    says which attention is seen, and how layers are named. Around `generate`, `at` counts the keys
-    from the first token and the queries from the first one of the call.
+    An edited attention is computed from its pattern, `dropout(pattern) @ value`. All other calls
+    stay fused, and hooks on functions in outer blocks see only these. `hook_attention` says which
+    attention is seen, and how layers are named. In `generate`, `at` counts keys from the first
+    token, and queries from the first query of the call.
 
         edit_attention(model, zero(at=(..., 7, 2)))             # the edge from query 7 to key 2
         edit_attention(model, replace(-math.inf, at=(..., 7, 2)), scores=True)  # the rest sums to 1
@@ -236,7 +236,7 @@ def edit_attention(
         within: as for `hook_attention`.
         edit: `edit(call, inputs, pattern)` or `edit(pattern)`: (batch, heads, queries, keys). It
             returns the replacement, or None to change nothing. Or a ready-made edit.
-        scores: edits the inputs of the softmax instead: `edit(call, scores)`.
+        scores: edit the inputs of the softmax instead: `edit(call, scores)`.
         calls: which calls of each module are edited, as for `edit_output`: in `generate` 0 is the
             prompt.
 
@@ -267,7 +267,7 @@ def _edits(who: str, kind: str, modules: Any, f: Any, calls: Calls = None) -> Ho
     """Return hooks that edit and store nothing, one for each module (or part of its output)."""
     if isinstance(f, Mapping):
         named, f = _by_layer(who, modules, f)
-    elif isinstance(modules, nn.Module) and not _only_holds(modules):
+    elif isinstance(modules, nn.Module) and not _is_bare_container(modules):
         named = [(None, modules, "")]
     else:
         named = require_modules(named_modules_of(modules, who), who)
@@ -276,8 +276,8 @@ def _edits(who: str, kind: str, modules: Any, f: Any, calls: Calls = None) -> Ho
     return hooks_of(list(once.values()), options, modules, only_in_with=True)
 
 
-def _only_holds(module: nn.Module) -> bool:
-    """Return whether it is a list or dict of modules, without a forward of its own."""
+def _is_bare_container(module: nn.Module) -> bool:
+    """Return True for a ModuleList or ModuleDict without a forward of its own."""
     is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
     return is_container and type(module).forward is nn.Module.forward
 
@@ -285,7 +285,7 @@ def _only_holds(module: nn.Module) -> bool:
 def _by_layer(
     who: str, model: Any, edits: Mapping[str, Function]
 ) -> tuple[list[Named], dict[str, Function]]:
-    """Return the layers of `model` that the keys of `edits` select, and each one's edit by name."""
+    """Return the layers of `model` that the keys of `edits` select, and name → its edit."""
     check_module(who, model, f"A dict of edits selects in a model: {who}(model, {{name: edit}}).")
     layers, by_name, keys = list[Named](), dict[str, Function](), dict[tuple[int, str], str]()
     for key, edit in edits.items():
@@ -304,9 +304,9 @@ def _edit_options(who: str, kind: str, f: Any, calls: Calls) -> HookOptions:
     """Return the options of hooks that edit by `f` (or a dict, by name) and store nothing.
 
     Args:
-        who: the function called, for messages.
-        kind: of the hooks, which says what an edit is called with.
-        f: a function of these arguments, or of the last one; or a ready-made edit, which is given
+        who: the public function that was called, for messages.
+        kind: a key of `KINDS`, which has the arguments of an edit.
+        f: a function of these arguments, or of the last one; or a ready-made edit, which also gets
             the hook.
         calls: as in `edit_output`.
     """
@@ -327,7 +327,7 @@ def _edit_options(who: str, kind: str, f: Any, calls: Calls) -> HookOptions:
 
 
 class _Edit:
-    """Calls an edit, or that of the layer in a dict, at those calls of a module that are wanted."""
+    """Calls an edit (from a dict, the edit of the layer) in the calls that `calls=` chooses."""
 
     wants_hook = True
 
@@ -347,7 +347,7 @@ class _Edit:
             self.wanted = frozenset(numbers).__contains__
 
     def __call__(self, module: nn.Module, *seen: Any, hook: Any) -> Any:
-        """Return the replacement, or None to leave what is there."""
+        """Return the replacement, or None to change nothing."""
         if self.wanted is not None and not self._is_wanted(hook):
             return None
         f = self.f[hook.name] if isinstance(self.f, dict) else self.f
@@ -368,5 +368,6 @@ class _Edit:
                 "the edit in a `with` block, without checkpoints."
             )
         edits = bool(self.wanted(0 if call == "recomputed" else hook.n_calls))
+        # NOT_WANTED makes `Hook.fired` False; "edited" stays once a call was edited
         hook.silent_reason = "edited" if edits else hook.silent_reason or NOT_WANTED
         return edits

@@ -1,4 +1,4 @@
-"""`swap`: other modules in the place of a model's own during a `with`; and `Wrapper`, their base.
+"""`swap` replaces modules of a model inside a `with`; `Wrapper` is the base of such replacements.
 
 A hook sees the inputs and the output of a module; a `Wrapper` decides what happens in between:
 call it, call it twice, call something else. `Catcher` records calls, `GramWrapper` sums XᵀX.
@@ -31,12 +31,12 @@ Replacement = nn.Module | Callable[[nn.Module], nn.Module]
 def swap(
     model: nn.Module, replacements: Mapping[Any, Replacement]
 ) -> Iterator[dict[str, nn.Module]]:
-    """Run the `with` block with other modules in the place of some of the model's.
+    """Replace modules of a model by other modules inside a `with` block.
 
     All are replaced or none, and the originals are restored when the block ends, also by an error.
     A shared module is replaced in each of its places, by one replacement. Modules that a model
-    holds outside its registered children (in a plain list) are not replaced. A warning says which
-    wrappers were not called, and where code in the block put a module of its own, which stays.
+    holds outside its registered children (in a plain list) are not replaced. A warning names
+    wrappers that were not called, and places where other code put a module, which then stays.
     Compiled models run eagerly in the block, and PyTorch's transformer layers call their parts.
     Activation checkpointing calls layers again in the backward pass: run that inside the block too.
 
@@ -47,7 +47,7 @@ def swap(
             get the original's `training` mode. A selector can match several modules.
 
     Returns:
-        name → replacement for the `as` of the `with`, in the model's names; usable afterwards.
+        For `as`, a dict of the names in the model → the replacements; they stay usable afterwards.
 
     Raises:
         SelectionError: a selector matches nothing.
@@ -75,7 +75,7 @@ def swap(
     made: dict[nn.Module, nn.Module] = {}
     for _, _, child in places:
         if (original := unwrap(child)) not in made:
-            made[original] = _made(child, wanted[original])
+            made[original] = _make_replacement(child, wanted[original])
     new = {name: made[original] for name, original in chosen.items()}
     called, wrappers = set[nn.Module](), [m for m in made.values() if isinstance(m, Wrapper)]
     with ExitStack() as stack:
@@ -121,8 +121,8 @@ def _wanted(
     return names, wanted
 
 
-def _made(original: nn.Module, replacement: Any) -> nn.Module:
-    """Return the module for the place of `original`: as given, or made from it, in its mode."""
+def _make_replacement(original: nn.Module, replacement: Any) -> nn.Module:
+    """Return `replacement` if it is a module; otherwise make one from `original`, in its mode."""
     if isinstance(replacement, nn.Module):
         return replacement
     kind, label = type(original).__name__, getattr(replacement, "__name__", repr(replacement))
@@ -149,9 +149,9 @@ def _made(original: nn.Module, replacement: Any) -> nn.Module:
 def _restore(
     parent: nn.Module, key: str, original: nn.Module, made: nn.Module, training: bool
 ) -> None:
-    """Put an original back, unless its replacement is no longer there.
+    """Put `original` back, unless its replacement is no longer there.
 
-    If the block has changed the mode of `parent`, which was `training`, the original gets it too.
+    If the block changed the mode of `parent`, which was `training` before, the original follows.
     """
     now = parent._modules[key]
     if now is made:
@@ -215,7 +215,7 @@ class Catcher(Wrapper):
     """Records the inputs and the output of each call of a module, as detached copies.
 
     Attributes:
-        calls: a `Call` for each call, but for those that activation checkpointing repeats.
+        calls: a `Call` for each call, without those that activation checkpointing repeats.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
     >>> with swap(net, {"1": Catcher}) as caught:
@@ -230,7 +230,7 @@ class Catcher(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call `wrapped`; record its inputs and its output; return the output."""
-        inputs = tree_map(snapshot, Inputs(args, kwargs))  # now: the call may write into them
+        inputs = tree_map(snapshot, Inputs(args, kwargs))  # before the call, which may write them
         output = self.wrapped(*args, **kwargs)
         if not recomputing():
             self.calls.append(Call(inputs, tree_map(snapshot, output)))
@@ -242,7 +242,7 @@ class GramWrapper(Wrapper):
 
     Layer-wise quantisation and pruning need this sum: GPTQ's Hessian is 2 XᵀX (Frantar et al. 2022,
     arXiv:2210.17323, eq. 3). It wraps layers whose first input is (..., n_features), such as a
-    Linear; of a convolution, whose channels are in another dimension, it raises an OptionError.
+    Linear. For a convolution, whose channels are in another dimension, it raises an OptionError.
 
     Attributes:
         gram: (n_features, n_features), fp32 or fp64, on the inputs' device; None before a call.
