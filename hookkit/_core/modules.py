@@ -1,8 +1,8 @@
 """Walk the modules of a model and their names, whatever wraps the model.
 
-PyTorch's `named_modules` hides the second name of a shared module and lets wrappers into the names
-(`_orig_mod.`, `module.`). Here a walk yields each place of a module, by its
-name in the bare model.
+PyTorch's `named_modules` hides the second name of a shared module, and wrappers add to its names
+(`_orig_mod.`, `module.`). Here `walk` yields every place where a module is registered, by its name
+in the bare model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from hookkit._core.checks import check_module
 
 # Private: the names under which torch.compile (since 2.0), FSDP and checkpoint_wrapper (since 1.12)
-# hold the module that they wrap. Without one of them, it would be part of all names inside.
+# hold the module that they wrap. A name that is missing here becomes part of all names inside.
 _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 # Classes of libraries that are not imported here, and the observers of torch.ao and torchao.
@@ -38,9 +38,9 @@ def join(name: str, key: str) -> str:
 
 
 def submodules(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the direct children by key, as registered: wrappers included, without `None`."""
+    """Return the direct children of `module` by key; wrappers are not removed, `None` is."""
     # Private by its name: `Module._modules`, key → child, since torch 0.1. The public
-    # `named_children()` leaves out second names of a child. A scripted module's has `items` only.
+    # `named_children()` leaves out second names of a child. A scripted module's is no dict.
     return {key: child for key, child in module._modules.items() if child is not None}
 
 
@@ -85,7 +85,7 @@ def class_name(module: nn.Module) -> str:
 def is_parametrization(key: str, module: nn.Module) -> bool:
     """Return True for the container that `torch.nn.utils.parametrize` puts into a module.
 
-    The modules in it run at every access of the parameter, not where the model calls them.
+    The modules in it run at every access of the parameter; the model does not call them.
     """
     return key == "parametrizations" and isinstance(module, nn.ModuleDict)
 
@@ -100,7 +100,7 @@ def children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def walk(
     model: nn.Module, into: Callable[[nn.Module], bool] = lambda _: True
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield `(name, module, first)` for each place of a module, parents first, the root as `""`.
+    """Yield `(name, module, first)` for each place of each module, parents first, the root as `""`.
 
     `first` is False at the second and later places of a shared module, whose children are not
     walked again. Children of modules for which `into` is False are not walked at all.
@@ -123,9 +123,9 @@ def walk(
 def find(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
     """Return `(name in the bare model, module)` of a dotted name; None if there is no such module.
 
-    Parts that wrappers add to names (`_orig_mod`, `module`) are skipped where no child has such a
-    name, so names from a wrapped model are valid for the bare one. But `module` at the end of a
-    name is likely a slip, unless there is such a wrapper.
+    Parts that wrappers add to names (`_orig_mod`, `module`) are skipped if no child has that name,
+    so a name from a wrapped model also works for the bare one. `module` as the last part is likely
+    a mistake, so it is skipped only if such a wrapper is there.
     """
     at, (*around, module) = "", wrappers(model)
     keys = name.split(".") if name else []
@@ -142,13 +142,14 @@ def find(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
 
 
 def can_run(module: nn.Module) -> bool:
-    """Return True if PyTorch calls the module as a module, so that a hook on it can fire.
+    """Return True if PyTorch can call `module(…)`, so that a hook on it can fire.
 
     It is False for containers without a forward (ModuleList, ParameterDict and their like), for
     scripted modules, which refuse hooks, and for the output projection of `nn.MultiheadAttention`,
     whose weights are read without calling it.
     """
     if isinstance(module, (NonDynamicallyQuantizableLinear, torch.jit.ScriptModule)):
+        # what `torch.jit.trace` returns is a scripted module that takes hooks
         return type(module).__name__ == "TopLevelTracedModule"
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 PLAIN = frozenset((int, float, bool, str, bytes, type(None), complex, Size))
 """Types that hold no tensor."""
-_ATOMS = (type, nn.Module, torch.dtype, torch.device)  # results without values
+_ATOMS = (type, nn.Module, torch.dtype, torch.device)  # their attributes are not searched
 
 Parts = list[tuple[str, Any]]
 """The tensors in a result with their paths, and the objects in it that hold none."""
@@ -48,7 +48,7 @@ class Inputs(tuple[Any, ...]):
     kwargs: dict[str, Any]
 
     def __new__(cls, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Inputs:
-        """Positional inputs `args`, keyword inputs `kwargs`."""
+        """Make an `Inputs` of the positional inputs `args` and the keyword inputs `kwargs`."""
         self = super().__new__(cls, args)
         self.kwargs = dict(kwargs or {})
         return self
@@ -67,7 +67,7 @@ class Inputs(tuple[Any, ...]):
 
 
 def is_container(x: Any) -> bool:
-    """Return whether `tree_children` takes `x` apart; `x` may be empty."""
+    """Return whether `x` is a container that `tree_children` takes apart, or an empty one."""
     if dataclasses.is_dataclass(x):
         return not isinstance(x, (type, nn.Module))
     return isinstance(x, (tuple, list, deque, MutableMapping))
@@ -78,7 +78,7 @@ def tree_children(x: Any) -> list[tuple[str, Any]]:
     kind = type(x)
     if kind in PLAIN:
         return []
-    if kind is tuple or kind is list:  # most of them
+    if kind is tuple or kind is list:  # most containers
         return [(f"[{i}]", v) for i, v in enumerate(x)]
     if not is_container(x):
         return []
@@ -94,8 +94,8 @@ def tree_children(x: Any) -> list[tuple[str, Any]]:
 
 
 def tree_rebuild(x: Any, new: list[Any]) -> Any:
-    """Return a container like `x` with other children, in the order of `tree_children`."""
-    if isinstance(x, PackedSequence):  # its index tensors follow the data to their device
+    """Return a container like `x` with the children `new`, in the order of `tree_children`."""
+    if isinstance(x, PackedSequence):  # its index tensors must be on the device of the data
         packed: Any = x
         packed = packed.to(new[0].device) if isinstance(new[0], Tensor) else packed
         return packed._replace(data=new[0])
@@ -106,7 +106,7 @@ def tree_rebuild(x: Any, new: list[Any]) -> Any:
             return type(x)._make(new)
         if type(x) is tuple or hasattr(x, "n_fields"):  # torch.return_types
             return type(x)(new)
-        own: Any = tuple.__new__(type(x), new)  # whatever its class's `__new__` takes
+        own: Any = tuple.__new__(type(x), new)  # the class's `__new__` may take other arguments
         getattr(own, "__dict__", {}).update(getattr(x, "__dict__", {}))
         return own
     made = copy.copy(x)
@@ -120,7 +120,7 @@ def tree_rebuild(x: Any, new: list[Any]) -> Any:
                 made.__dict__[key] = value
     else:
         for (step, _), value in zip(tree_children(x), new, strict=True):
-            object.__setattr__(made, step[1:], value)  # frozen ones too; no __post_init__
+            object.__setattr__(made, step[1:], value)  # also if frozen; runs no __post_init__
     return made
 
 
@@ -154,7 +154,8 @@ def tree_leaves_of_objects(x: Any, path: str = "", around: tuple[int, ...] = ())
     """Return the tensors in `x` with their paths, also those in the attributes of objects.
 
     An object without a tensor is listed itself, unless it is a number, a text or the like. A
-    PackedSequence is listed with the tensors that say which sample a row belongs to.
+    PackedSequence is listed with its index tensors too. `around` holds the ids of the objects that
+    contain `x`, because objects can refer to each other in a circle.
 
     >>> import torch
     >>> tree_leaves_of_objects((torch.ones(2), 3, {1}))
@@ -197,14 +198,14 @@ def tree_map(f: Callable[[Tensor], Any], x: Any, *, fresh: bool = False) -> Any:
     kind = type(x)
     if kind in PLAIN:
         return x
-    if kind is tuple or (kind is Inputs and not x.kwargs):  # most calls: no paths are needed
+    if kind is tuple or (kind is Inputs and not x.kwargs):  # fast path: builds no path texts
         old: list[Any] = list(x)
     else:
         old = [part for _, part in tree_children(x)]
     new = [tree_map(f, part, fresh=fresh) for part in old]
     if all(a is b for a, b in zip(new, old, strict=True)):
-        own = fresh and not isinstance(x, tuple) and (kind in (list, dict) or tree_leaves(x))
-        return tree_rebuild(x, new) if own else x
+        copies = fresh and not isinstance(x, tuple) and (kind in (list, dict) or tree_leaves(x))
+        return tree_rebuild(x, new) if copies else x
     return kind(new) if kind is tuple else tree_rebuild(x, new)
 
 
@@ -229,7 +230,7 @@ def describe(x: Any) -> str:
         return repr(x) if kind in PLAIN and len(repr(x)) <= 20 else kind.__name__
     names = ["" if re.fullmatch(r"\[\d+\]", k) else k.strip(".[]'") + "=" for k, _ in parts]
     body = ", ".join(n + s for n, s in zip(names, inner, strict=True))
-    if kind is Inputs:  # of one input alone as that
+    if kind is Inputs:  # a single positional input is described without parentheses
         return inner[0] if len(x) == len(parts) == 1 else f"({body})"
     return f"{kind.__name__}({body})"
 
@@ -246,7 +247,7 @@ def is_path(path: str) -> bool:
 def tree_get(x: Any, path: str) -> Any:
     """Return the part of `x` at a path that `tree_leaves_with_path` writes: `.h`, `['logits'][0]`.
 
-    Raises the error of Python's own indexing if `x` has nothing there.
+    If `x` has nothing there, raises what Python's own indexing raises.
 
     >>> tree_get({"a": (1, 2)}, "['a'][1]")
     2
@@ -254,7 +255,7 @@ def tree_get(x: Any, path: str) -> Any:
     if not is_path(path):
         raise ValueError(f"cannot read the path {path!r}: write it as [0], .name or ['key']")
     for field, key in _STEP.findall(path):
-        if isinstance(x, Tensor):  # `[0]` would be the first sample
+        if isinstance(x, Tensor):  # indexing it with `[0]` would return the first sample
             raise LookupError(f"a tensor has no parts, and {path!r} asks for one")
         x = getattr(x, field) if field else x[literal_eval(key)]
     return x
@@ -272,7 +273,7 @@ def canonical_path(path: str) -> str:
 def tree_set(x: Any, path: str, value: Any) -> Any:
     """Return a copy of `x` in which `x<path>` is `value`; the rest is shared, types are kept.
 
-    Raises as `tree_get` if `x` has nothing there.
+    If `x` has nothing there, raises what `tree_get` raises.
 
     >>> tree_set({"a": (1, 2), "b": 3}, "['a'][0]", 9)
     {'a': (9, 2), 'b': 3}
@@ -285,7 +286,7 @@ def tree_set(x: Any, path: str, value: Any) -> Any:
     names = [canonical_path(step[0]), f"[{step[1]!r}]"]  # the second: an attribute of a ModelOutput
     if found := [keys.index(name) for name in names if name in keys]:
         at = found[0]
-    else:  # a field of a namedtuple, or from the end
+    else:  # a field of a namedtuple, or a negative index
         at = type(x).__match_args__.index(step[1]) if step[1] else int(step[2]) % len(x)
     new[at] = tree_set(new[at], path[step.end() :], value)
     return tree_rebuild(x, new)
