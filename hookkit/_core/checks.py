@@ -1,12 +1,12 @@
-"""Check arguments: one function for each kind: module, function, flag, number, choice, path.
+"""Check arguments, with one function for each kind: module, function, flag, number, choice, path.
 
 Each returns the checked value, or raises before anything has changed. The message says what was
 given, what was expected, and what to do. Every public function checks its arguments here, so that
 the same mistake gets the same message everywhere.
 
 All take `who`, the function or class that the user called, and the argument's `name` and `value`;
-`hint` tells what to do instead, where a mistake is likely. A wrong number or choice raises an
-`OptionError`, anything else an `ArgumentError`.
+`hint` says what to do instead, where a mistake is likely. A wrong number or choice raises an
+`OptionError`, any other wrong argument an `ArgumentError`.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def check_number(
     """Return `value`, a number from `low` to `high`, above `above` and below `below`; else raise.
 
     Args:
-        whole: only whole numbers will do; the result is an int, otherwise a float.
-        what: tells in the message what the number means: `"batches in one step"`.
+        whole: accept only whole numbers and return an int; otherwise return a float.
+        what: what the number means, for the message: `"batches in one step"`.
     """
     fits = is_whole(value) if whole else is_number(value)
     if fits and low <= value <= high and above < value < below:
@@ -93,7 +93,7 @@ def check_choice(who: str, name: str, value: Any, choices: Collection[str]) -> A
 
 
 def check_path(who: str, path: Any, name: str = "path") -> Path:
-    """Return `path`, text or a path, as a `Path`; raise if it is empty or has a null character."""
+    """Return `path`, text or path-like, as a `Path`; raise if it is empty or has a null byte."""
     if isinstance(path, (str, os.PathLike)):
         text = os.fspath(path)
         if isinstance(text, str) and text.strip() and "\0" not in text:
@@ -106,11 +106,11 @@ def check_path(who: str, path: Any, name: str = "path") -> Path:
 def check_function(who: str, f: Any, *arguments: str, name: str = "hook_func") -> Any:
     """Return the user's `f` as a function of all `arguments`: `f` itself, or `OfLast(f)`.
 
-    One rule, decided when the function is registered. `f` gets all `arguments`, such as `("module",
-    "input", "output")`. It gets the last one alone if it has one required parameter, or if Python
-    cannot read its signature, as with many of torch's own functions (`torch.mean`). A function that
-    can take all of them, and whose required parameter is called `module` or `m`, gets all:
-    `f(module, input=None, output=None)`.
+    This is decided once, when the function is registered. `f` gets all `arguments`, such as
+    `("module", "input", "output")`. It gets only the last one if it has one required parameter, or
+    if Python cannot read its signature, as for many of torch's own functions (`torch.mean`). But a
+    function that can take all of them, and whose first parameter is called `module` or `m`, gets
+    all: `f(module, input=None, output=None)`.
 
     Raises:
         ArgumentError: `f` cannot be called, is a class of modules, or takes other arguments.
@@ -126,18 +126,19 @@ Give f(module, input, output), or f(output).
     if not callable(f) or (isinstance(f, type) and issubclass(f, nn.Module)):
         raise ArgumentError(f"{who}: {name} must be a function, found {kind_of(f)}. Give {forms}.")
     try:
-        # a module takes the arguments of its forward
+        # a module's `__call__` has the arguments (*args, **kwargs), so its forward is read
         params = signature(f.forward if isinstance(f, nn.Module) else f).parameters.values()
     except (TypeError, ValueError):
         return OfLast(f)
     takes = [p for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p for p in takes if p.default is Parameter.empty]
-    more = any(p.kind is p.VAR_POSITIONAL for p in params)
+    varargs = any(p.kind is p.VAR_POSITIONAL for p in params)
     keywords = [p for p in params if p.kind is p.KEYWORD_ONLY and p.default is Parameter.empty]
-    whole = len(takes) >= len(arguments) and takes[0].name in (arguments[0], arguments[0][0])
-    if not keywords and not more and not whole and (len(required) == 1 or len(takes) == 1):
+    takes_all = len(takes) >= len(arguments) and takes[0].name in (arguments[0], arguments[0][0])
+    if not keywords and not varargs and not takes_all and (len(required) == 1 or len(takes) == 1):
         return OfLast(f)
-    if not keywords and len(required) <= len(arguments) and (more or len(takes) >= len(arguments)):
+    enough = varargs or len(takes) >= len(arguments)
+    if not keywords and len(required) <= len(arguments) and enough:
         return f
     given = getattr(f, "__name__", type(f).__name__)
     needs = f"takes {len(takes)} argument{'s' * (len(takes) != 1)}"
@@ -148,7 +149,7 @@ Give f(module, input, output), or f(output).
 
 
 def check_callable(who: str, name: str, f: Any, cure: str = "a function") -> Any:
-    """Return `f` if it is None or can be called; raise for a class of modules, as `nn.MSELoss`."""
+    """Return `f` if it is None or can be called; raise for others and for a class of modules."""
     is_module_class = isinstance(f, type) and issubclass(f, nn.Module)
     if f is None or (callable(f) and not is_module_class):
         return f
@@ -159,7 +160,7 @@ def check_callable(who: str, name: str, f: Any, cure: str = "a function") -> Any
 
 
 class OfLast:
-    """Calls `f` with the last argument alone: the output, of (module, input, output)."""
+    """Calls `f` with only the last argument: with the output, of (module, input, output)."""
 
     __slots__ = ("f",)
 

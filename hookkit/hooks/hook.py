@@ -60,24 +60,24 @@ class Hook:
         m: the module. Held weakly; the module holds the hook.
         hook_func: `f(module, input, output)`, or `f(module, input)` with `pre=True`, or
             `f(module, grad_input, grad_output)` with `is_forward=False`. A function of one
-            argument, or of none that Python can read, gets the last of these alone: `torch.mean`,
-            `lambda o: o.std()`. Its result is stored. `input` is an `Inputs`: a tuple of the
-            positional inputs, keyword inputs by name. None stores the output (pre: the inputs).
+            argument, or whose arguments Python cannot read, gets only the last of these:
+            `torch.mean`, `lambda o: o.std()`. Its result is stored. `input` is an `Inputs`: a tuple
+            of the positional inputs, keyword inputs by name. None stores the output (pre: inputs).
         is_forward: False registers PyTorch's full backward hook.
         detach: `hook_func` sees detached tensors, and stored tensors are snapshots. Without it
             the tensors themselves are stored, in their graph; reading one that was written in place
             since warns. An `edit` always sees the live tensors.
         cpu: stored tensors are moved to the CPU; from CUDA without waiting, until they are read.
         gather: reading `stored` joins the ranks' batches; every rank has to read it.
-        pre: before the forward instead of after it.
+        pre: run before the forward instead of after it.
         edit: the result of `hook_func` (unless None) replaces the output (pre: the inputs, as one
-            value, a tuple or `Inputs`; backward: `grad_input`). Of another structure it raises.
+            value, a tuple or `Inputs`; backward: `grad_input`). Another structure is an error.
         keep: `"last"` call, `"all"` calls, in `.calls`, or `"none"`: nothing is stored.
         clone: False stores the detached tensor without a copy.
         stop: in a `with` block, the forward ends, and the block with it, when this has fired.
-        prepend: before the hooks that the module has, instead of after them.
-        name: of the module, for messages.
-        path: of a part of the output, such as `[0]`: the hook sees this part alone.
+        prepend: run before the hooks that the module has, instead of after them.
+        name: the module's name, for messages.
+        path: a part of the output, such as `[0]`: the hook sees only this part.
 
     Raises:
         ArgumentError: `m` is no module, `hook_func` no function.
@@ -135,8 +135,8 @@ class Hook:
         self.all: list[Any] | None = None  # the values of all calls, with keep="all"
         self.version = -1  # of the tensors in `last`, if they are not copies
         self.silent_reason = ""  # why nothing was stored, as far as it is known
-        # Which call the gradients in `last` are of: the number of the entering, that of the call in
-        # it, and that of the backward pass in which a checkpoint ran it again.
+        # The call whose gradients are in `last`: (number of the `with` block, number of the call in
+        # it, number of the backward pass in which a checkpoint ran the call again or -1).
         self.grads_of: tuple[int, ...] = ()
 
     def _clear(self) -> None:
@@ -157,7 +157,7 @@ class Hook:
     # --- registered
 
     def register(self) -> None:
-        """Register it on its module; does nothing if it is registered.
+        """Register this hook on its module; do nothing if it is registered.
 
         Raises:
             HookError: the module is gone.
@@ -196,11 +196,11 @@ class Hook:
         grad_input, grad_output)`.
         """
         scope = self.scope
-        # PyTorch calls a hook that was removed during this same call once more
+        # PyTorch still calls a hook that was removed while this call was running
         if not self.registered or not scope.on:
             return None
         options = scope.options
-        # the case that is worth speed: a snapshot of one tensor
+        # fast path: store a snapshot of one tensor
         if options.fast and type(x) is Tensor and not is_compiling() and graph_task() == -1:
             self.n_calls += 1
             if options.detach:
@@ -242,7 +242,8 @@ class Hook:
             The replacement of the output (pre: the inputs), if the hook edits; otherwise None.
         """
         options, pre, call = self.options, self.options.kind == "pre", call_kind()
-        # A checkpoint repeats the edits of its forward; without any, that ran outside the block.
+        # A checkpoint has to repeat the edits of its forward. If this hook has counted no call, the
+        # forward ran outside the block, without edits.
         if call == "recomputed" and not (options.edit and self.n_calls):
             self.silent_reason = self.silent_reason or (
                 "seen only while a checkpoint recomputed it; run the forward in the block too"
@@ -280,7 +281,7 @@ class Hook:
         self._store(new)
         if not options.edit:
             return None
-        return (new,) if isinstance(new, Tensor) else new  # else PyTorch reads its first rows
+        return (new,) if isinstance(new, Tensor) else new  # PyTorch would index a bare tensor
 
     def _listen(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Set tensor hooks, in the forward, that receive the gradients of outputs (or inputs).
@@ -301,7 +302,7 @@ class Hook:
         return tuple(new), new.kwargs
 
     def _part(self, x: Any) -> Any:
-        """Return the part of `x` at the path `path`."""
+        """Return the part of `x` at the hook's `path`."""
         return part_at(x, self.path, self.options.who, lambda: self.label) if self.path else x
 
     def _call(self, module: nn.Module, *seen: Any) -> Any:
@@ -406,6 +407,7 @@ class Hook:
                     "take their gradients apart. Run them one by one, or without the hook."
                 ) from e
             latest = h.grads_of
+            # Equal numbers: another call of the same recomputation, unless it is the same object.
             if source > latest or (source == latest and (again < 0 or source is latest)):
                 h.last, h.grads_of = tuple(grads), source
             if h.all is not None and source[0] == h.scope.n_entered:
@@ -478,7 +480,7 @@ class Hook:
         return Values(values)
 
     def _warn_if_compiled(self) -> None:
-        """Warn once if compiled code may be why a hook that stays has seen nothing."""
+        """Warn once that a registered hook has seen no call, if compiled code may be the reason."""
         scope = self.scope
         if scope.depth or scope.warned or not self.registered or self.n_calls or self.silent_reason:
             return
@@ -503,7 +505,7 @@ class Hook:
         return self.n_calls > 0 and self.silent_reason != NOT_WANTED
 
     def _reason_in_words(self) -> str:
-        """Return why it has recorded no call, as far as that is known."""
+        """Return why this hook has stored nothing, as far as that is known."""
         module = self.module
         if module is None:
             return "the module is gone"
@@ -540,7 +542,7 @@ class Hook:
         grads = self.options.kind.endswith("grad")
         return "" if self.last is None or grads else describe(self.last)
 
-    if not TYPE_CHECKING:  # a checker shall see a misspelt name
+    if not TYPE_CHECKING:  # hidden from type checkers, so that they report misspelt names
 
         def __getattr__(self, name: str) -> Any:
             """Raise for an unknown name; often an attribute of the stored tensor is meant."""
@@ -557,7 +559,7 @@ class Hook:
 
     @property
     def hook_func(self) -> Callable[..., Any] | None:
-        """Return the function it was made with; None stores the output."""
+        """Return the function that the hook was made with; None if it stores the output."""
         func = self.options.func
         return func.f if isinstance(func, OfLast) else func
 
@@ -584,7 +586,7 @@ class Hook:
         return not self.registered
 
     def remove(self) -> None:
-        """Remove it from its module; stored values stay. Can be repeated."""
+        """Remove this hook from its module; stored values stay. Can be repeated."""
         try:
             if self.options.edit:
                 self._warn_if_compiled()

@@ -119,16 +119,16 @@ class HookOptions:
 
 
 class HookScope:
-    """Turns hooks that were made together on and off: registered, entered, removed.
+    """Registers, enters and removes hooks that were made together.
 
     Attributes:
         only_in_with: the hooks are on inside their `with` block alone.
         names_are_positions: the hooks' names are positions in a list, not names in a model.
         on: False switches the hooks off while they stay registered. A compiled graph guards on it.
-        n_entered: how many `with` blocks were begun, not counting those inside another.
-        depth: how many of them are open, one inside the other.
+        n_entered: how many outermost `with` blocks were begun.
+        depth: how many `with` blocks are open, one inside the other.
         waiting: in a block with `stop=True`, the ids of the hooks that have not fired; else None.
-        warned: a warning that is given once was given.
+        warned: whether a warning that is given only once was given.
         pending: devices from which copies are on their way to the CPU.
     """
 
@@ -146,10 +146,10 @@ class HookScope:
         self.pending = set[torch.device]()
 
     def register(self, hooks: Sequence[Hook]) -> None:
-        """Register all hooks on their modules, or none; those that are registered stay so.
+        """Register all hooks on their modules, or none; registered hooks are not changed.
 
         Raises:
-            HookError: a module is gone; or no `with` is open, and they are on inside it only.
+            HookError: a module is gone; or the hooks are `only_in_with`, and no `with` is open.
         """
         if self.only_in_with and not self.depth:
             raise HookError(
@@ -167,12 +167,12 @@ class HookScope:
         """Take all hooks off their modules; return True if each of them has fired."""
         try:
             return _unregister(hooks)
-        except BaseException:  # a Ctrl-C: once more
+        except BaseException:  # after Ctrl-C, remove the hooks that are left
             _unregister(hooks)
             raise
 
     def enter(self, hooks: Sequence[Hook]) -> None:
-        """Begin a `with` block: the outermost begins anew, and compiled code runs eagerly in it.
+        """Begin a `with` block; the outermost clears stored values and runs compiled code eagerly.
 
         Compiled code would ignore hooks that are added after its first run.
         """
@@ -260,9 +260,9 @@ def _unregister(hooks: Sequence[Hook]) -> bool:
 
 
 def silent_reasons(hooks: Sequence[Hook]) -> dict[str, str]:
-    """Return the hooks that never fired, by label, each with the reason as far as it is known.
+    """Return label → reason, as far as it is known, of the hooks that never fired.
 
-    Where two have the same label (modules without names), their positions are added.
+    If two have the same label (modules without names), their positions are added.
     """
     idle = [(i, h) for i, h in enumerate(hooks) if not h.fired]
     times = Counter(h.label for _, h in idle)
@@ -271,7 +271,7 @@ def silent_reasons(hooks: Sequence[Hook]) -> dict[str, str]:
 
 
 def add_inplace_hint(e: BaseException) -> None:
-    """Add a note to PyTorch's error of an in-place operation that a full backward hook refuses."""
+    """Add a note if `e` is PyTorch's error about in-place writes around a full backward hook."""
     if "BackwardHookFunction" in str(e):
         e.add_note(
             "hookkit: the input or output of a layer with a full backward hook was changed in "

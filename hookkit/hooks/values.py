@@ -1,4 +1,4 @@
-"""Values between a module and a hook: take a part, copy it to store it, check a replacement.
+"""Handle the values that a hook sees: take a part, copy it to store it, check a replacement.
 
 A stored tensor is a snapshot, which later in-place operations cannot change. On the CPU it is
 torch's lazy clone (copy-on-write, 0.5 µs at any size), on other devices a clone.
@@ -72,11 +72,11 @@ def part_at(x: Any, path: str, who: str, label: Any) -> Any:
 def snapshot(t: Tensor) -> Tensor:
     """Return a detached copy of `t` that no later in-place operation on `t` can change.
 
-    The copy is a lazy clone where torch can make one. The next in-place operation on `t` then gives
-    `t` new memory, so nobody else may share the old one. `Tensor.numpy()` marks memory that an
-    array shares as not resizable, and torch refuses lazy clones of memory that it has not allocated
-    itself. If `t` is a part of larger memory it is cloned, because a lazy clone would keep all of
-    it. Not for compiled code.
+    The copy is a lazy clone where torch can make one. The next in-place operation on `t` then moves
+    `t` to new memory, so no NumPy array may share its memory: `Tensor.numpy()` marks such memory as
+    not resizable. Torch refuses lazy clones of memory that it has not allocated itself. A part of
+    larger memory is cloned, because a lazy clone would keep all of that memory alive. Do not call
+    this in compiled code.
     """
     if type(t) in _ORDINARY:
         try:
@@ -117,15 +117,15 @@ def _to_cpu(t: Tensor, pending: set[torch.device]) -> Tensor:
 
 
 def wait_for(pending: set[torch.device]) -> None:
-    """Wait for the copies that are on their way from these devices; empties the set."""
+    """Wait for the copies that are on their way from the devices in `pending`, and empty it."""
     while pending:
         torch.accelerator.synchronize(pending.pop())  # sync: once for each device
 
 
 def out_of_inference(x: Any) -> Any:
-    """Return `x` with copies of tensors that were made in an inference mode which is over.
+    """Return `x`; outside of inference mode, replace the tensors that were made in it by clones.
 
-    Autograd refuses such tensors outside of the mode.
+    Autograd refuses inference tensors outside of the mode.
     """
     if torch.is_inference_mode_enabled():
         return x
@@ -167,7 +167,7 @@ class Values(L, list[Any]):  # type: ignore[misc]
 
 
 def check_same(hook: Hook, old: Any, new: Any) -> None:
-    """Raise unless `new`, the replacement of `old`, has its tensors at the same places."""
+    """Raise unless `new`, the replacement of `old`, has tensors at the same paths."""
     if isinstance(old, Tensor) and isinstance(new, Tensor):
         return
     paths = [path for path, _ in tree_leaves_with_path(old)]
@@ -207,6 +207,6 @@ def new_inputs(hook: Hook, inputs: Inputs, new: Any) -> tuple[tuple[Any, ...], A
 
 
 def _described(x: Any) -> str:
-    """Return `x` in words that begin with its type."""
+    """Return a description of `x` that begins with its type, unless it is a tensor."""
     name, text = type(x).__name__, describe(x)
     return text if isinstance(x, Tensor) or text.startswith(name) else f"{name} {text}"
