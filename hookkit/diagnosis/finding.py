@@ -1,8 +1,8 @@
-"""`Finding`: one thing that a rule saw. `Diagnosis`: all of them, and what could not be judged.
+"""`Finding`: the result of one rule. `Diagnosis`: all findings, and what could not be judged.
 
-A finding is an alarm (`"warning"`, `"error"`) or a note. Rules report alarms for what hookkit
-knows: facts, and measures whose healthy and broken values lie a factor of ten apart. What only
-looks odd in a picture is a note. A run is healthy if its loss was seen and nothing alarms.
+A finding is an alarm (`"warning"`, `"error"`) or a note. Only facts, and measures whose healthy and
+broken values lie a factor of ten apart, raise alarms. A curve that only looks odd gets a note. A
+run is healthy if its loss was recorded and nothing alarms.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MARKS = {"error": "✗", "warning": "!", "note": "·"}
 """Severity → its mark: "this run does not work", "look at this", "good to know"."""
 
 LOSSES = "losses"
-"""What a run needs to be called healthy."""
+"""The data without which no run is called healthy."""
 
 CURES = {
     LOSSES: "call w.loss(loss) in each batch, or give watch(…, loss_func=module)",
@@ -27,18 +27,18 @@ CURES = {
     "activations": "add ActivationStats()",
     "units": "give ActivationStats(units=True)",
 }
-"""What a run may lack → the one line that records it."""
+"""Data that a run may lack → the line of code that records them."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Tell one thing that a rule saw.
+    """Hold the result of one rule.
 
     Args:
         rule: the rule's name, such as `"dead"`.
         severity: `"note"`, `"warning"` or `"error"`.
-        evidence: what was measured, in words and numbers.
-        cause: what that comes from.
+        evidence: the measurement, in words and numbers.
+        cause: the probable cause.
         fix: one thing to do.
         layers: names of the layers or parameters concerned; empty for the whole run.
         steps: first and last optimizer step concerned (inclusive); empty for the whole run.
@@ -59,7 +59,7 @@ class Finding:
 
     @property
     def where(self) -> str:
-        """Name layers and steps in a few words, `"fc1, fc2, steps 0–299"`; "" for the whole run."""
+        """Return layers and steps as text, `"fc1, fc2, steps 0–299"`; "" for the whole run."""
         parts = [*self.layers[:3]]
         if len(self.layers) > 3:
             parts[-1] += f" and {len(self.layers) - 3} more"
@@ -76,15 +76,15 @@ class Finding:
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Sequence[Finding]):
-    """List findings: alarms before notes, and causes before their effects; a sequence of them.
+    """Holds the findings, as a sequence: alarms before notes, and causes before their effects.
 
     Args:
-        findings: in that order.
-        n_layers: layers (or, without them, parameters) that were looked at.
-        n_steps: optimizer steps covered.
+        findings: the findings in this order.
+        n_layers: the number of layers (or, without them, parameters) in the records.
+        n_steps: the number of optimizer steps.
         not_judged: what the run lacks (`"losses"`, `"loss graph"`, `"parameters"`, `"activations"`,
-            `"units"`) → the rules that could not be asked without it.
-        remarks: what else the first line says, such as which rank recorded the run alone.
+            `"units"`) → the rules that could not be applied without it.
+        remarks: further texts of the first line, such as which rank recorded the run alone.
 
     >>> Diagnosis((), n_layers=7, n_steps=300)
     healthy: 7 layers, 300 steps
@@ -116,12 +116,12 @@ class Diagnosis(Sequence[Finding]):
 
     @property
     def first(self) -> Finding | None:
-        """Return the first finding, the gravest cause; None if there is none."""
+        """Return the first finding, the cause of the others; None if there is none."""
         return next(iter(self.findings), None)
 
     @property
     def verdict(self) -> str:
-        """Say in one line whether the run is healthy, and how many layers and steps were judged."""
+        """Return in one line whether the run is healthy, and how many layers and steps it has."""
         counts = [(sum(f.severity == s for f in self), s) for s in MARKS]
         found = [plural(n, severity) for n, severity in counts if n]
         n_unasked = len({rule for rules in self.not_judged.values() for rule in rules})
@@ -148,7 +148,7 @@ class Diagnosis(Sequence[Finding]):
         return len(self.findings)
 
     def _unknown(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield a line for each thing that the run lacks, and the rules that needed it."""
+        """Yield a line for each kind of missing data, and the rules that needed it."""
         for what, rules in self.not_judged.items():
             cure = f": {CURES[what]}" if what in CURES and self.n_steps else ""
             yield f"{what} unknown ({plural(len(rules), 'rule')}){cure}", rules
@@ -185,5 +185,5 @@ class Diagnosis(Sequence[Finding]):
 
 
 def plural(n: int, noun: str, many: str = "") -> str:
-    """Count things: `"1 step"`, `"3 steps"`; `many` is for nouns that take no s."""
+    """Return a number with its noun: `"1 step"`, `"3 steps"`; `many` is an irregular plural."""
     return f"{n:,} {noun if n == 1 else many or noun + 's'}"

@@ -1,7 +1,7 @@
-"""Measures: numbers whose healthy and broken values lie a factor of ten apart.
+"""Rules on measures: numbers whose healthy and broken values lie a factor of ten apart.
 
-A measure is a warning, and an error if the loss does not decrease. Where the numbers were measured
-stands in docs/understand/diagnosis.md.
+They warn, or report an error if the loss does not decrease. docs/understand/diagnosis.md says on
+which runs the thresholds were measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hookkit.diagnosis.view import View, later_half, median, meta, names, percen
 
 
 def input_scale(run: View) -> Iterator[Finding]:
-    """Find inputs of RMS above 10 (healthy ones have at most 2.3): a note if a norm follows."""
+    """Find inputs with an RMS above 10 (healthy: at most 2.3); a note if a norm layer follows."""
     a = run.activations
     rms = meta(a, "input_rms", np.nan).astype(float)
     rows = [i for i in run.input_layers if rms[i] > 10]
@@ -30,7 +30,7 @@ def input_scale(run: View) -> Iterator[Finding]:
 
 
 def target_scale(run: View) -> Iterator[Finding]:
-    """Find errors of a regression above 20 throughout; standardised targets begin near 1."""
+    """Find a regression whose error starts and ends above 20; standardised targets start near 1."""
     if run.loss_name not in ("mse", "l1", "smoothl1", "huber") or not len(run.losses):
         return
     power = 0.5 if run.loss_name == "mse" else 1.0
@@ -43,16 +43,17 @@ def target_scale(run: View) -> Iterator[Finding]:
 
 
 def bad_init(run: View) -> Iterator[Finding]:
-    """Find first weights far from what can be learnt.
+    """Find initial weights that are too small or too large.
 
-    Their measure is the gain, RMS times √fan_in: PyTorch's own begin with 0.58. Too small is below
-    0.07 in most, with much of the loss left; too large is above 5 in one, or above 1.5 in most,
-    with outputs above 4 times the data (or 1).
+    The measure is the gain, RMS times √fan_in; PyTorch's own initial weights have 0.58. They are
+    too small if most gains are below 0.07 and much of the loss is left. They are too large if one
+    gain is above 5, or most are above 1.5, and an output has more than 4 times the RMS of the data
+    (or of 1, if that is larger).
     """
     p, own = run.params, run.matrices
     if "shape" not in p.meta or not len(own) or run.pretrained:
         return
-    if run.info.get("optimizer") == "LBFGS":  # it steps before anything is recorded
+    if run.info.get("optimizer") == "LBFGS":  # its first record comes after many inner steps
         return
     fan_in = np.array([np.prod(p.meta["shape"][i][1:]) for i in own], float)
     gain = table(p, "weight_rms")[own, 0] * np.sqrt(fan_in)
@@ -79,7 +80,7 @@ def bad_init(run: View) -> Iterator[Finding]:
 
 
 def weight_decay(run: View) -> Iterator[Finding]:
-    """Find decay that takes more than 1 % of each weight a step; usual is 0.05 % or less."""
+    """Find weight decay of more than 1 % of each weight per step; 0.05 % or less is usual."""
     p = run.params
     if p is not None and "weight_decay" in p.meta and "lr" in p.values:
         rates = np.nan_to_num(p.values["lr"]).max(axis=1, initial=0)
@@ -95,14 +96,15 @@ def weight_decay(run: View) -> Iterator[Finding]:
 
 
 def clipping(run: View) -> Iterator[Finding]:
-    """Find gradients whose norm together is always the same, and almost nothing."""
+    """Find a global gradient norm that is always the same, and almost 0."""
     p = run.params
     if not len(run.matrices):
         return
     norms = np.sqrt(np.nansum(table(p, "grad_norm") ** 2, axis=0))
     level = float(np.median(norms))
     same = (np.abs(norms - level) < 1e-3 * level).mean() > 0.9
-    if str(run.info.get("optimizer")).startswith(("Adam", "NAdam")):  # it divides by the gradient
+    # Adam divides by the gradient's size, so updates stay large: judge the gradient itself
+    if str(run.info.get("optimizer")).startswith(("Adam", "NAdam")):
         tiny = level < 1e-8 * np.sqrt(meta(p, "numel", 1).sum())
     else:
         tiny = np.nanmedian(np.append(later_half(p, "update_ratio")[run.matrices], 0)) < 1e-3
@@ -114,14 +116,14 @@ def clipping(run: View) -> Iterator[Finding]:
 
 
 def fp16_underflow(run: View) -> Iterator[Finding]:
-    """Find gradients in float16 of which most layers keep two bits or fewer: below 4 × 2**-24."""
-    sizes: list[tuple[str, float]] = []  # of each layer in float16 that has a gradient
+    """Find float16 gradients below 4 × 2**-24 in most layers, which keep two bits or fewer."""
+    sizes: list[tuple[str, float]] = []  # name and RMS of the gradient of each float16 layer
     for record in (run.run.gradients, run.params):
         if not record or record.meta.get("unscaled"):
             continue
         rms = table(record, "grad_rms" if record.kind == "param" else "rms")
         zero = record.values.get("zero", np.zeros_like(rms))
-        size = np.where(zero < 1, rms / np.sqrt(1 - zero), 0.0)  # of those that are not 0
+        size = np.where(zero < 1, rms / np.sqrt(1 - zero), 0.0)  # RMS of the values that are not 0
         size = median(size[:, : max(len(record) // 2, 1)])
         dtypes = map(str, meta(record, "dtype", str(run.info.get("dtype", ""))))
         for row, dtype in enumerate(dtypes):
@@ -142,15 +144,16 @@ def fp16_underflow(run: View) -> Iterator[Finding]:
 def lr_too_high(run: View) -> Iterator[Finding]:
     """Find a rate at which one step changes most matrices by half, or all steps triple them.
 
-    An alarm if the loss is flat or breaks, or if one step replaces them and they grow 4-fold, to a
-    gain above 1.5; otherwise a note. Matrices of one rate are judged together.
+    It is an alarm if the loss is flat or breaks, or if one step changes matrices by their whole
+    size and they grow 4-fold to a gain above 1.5. Otherwise it is a note. Matrices with the same
+    optimizer and rate are judged together.
     """
     p, fails = run.params, run.loss_flat or run.first_nan_step is not None
     for rows, ratio in _by_rate(run):
         top = float(np.median(np.nanmax(np.where(np.isfinite(ratio), ratio, 0), axis=1)))
         norm, rms = table(p, "weight_norm")[rows], table(p, "weight_rms")[rows]
         grew = float(np.median(np.nan_to_num(median(norm[:, -5:]) / norm[:, 0], posinf=0)))
-        fan_in = meta(p, "numel", 1)[rows] ** 0.5  # of a square matrix
+        fan_in = meta(p, "numel", 1)[rows] ** 0.5  # as if the matrix were square
         gain = float(np.median(median(rms[:, -5:]) * fan_in**0.5))
         if top > 0.5 or (fails and grew > 3):
             blown = len(rows) > 1 and top > 1 and grew > 4 and gain > 1.5  # a head may move far
@@ -168,8 +171,8 @@ def lr_too_high(run: View) -> Iterator[Finding]:
 def lr_too_low(run: View) -> Iterator[Finding]:
     """Find steps that together move most matrices by less than a tenth, with most of the loss left.
 
-    A note for weights that were trained before, and in fewer than 100 steps. If gradients vanish
-    towards the data, the rate is not judged.
+    It is a note for pretrained weights, and in fewer than 100 steps. If gradients vanish towards
+    the data, the rate is not judged.
     """
     for rows, ratio in _by_rate(run) if not run.gradients_vanish else ():
         p = run.params
@@ -189,10 +192,10 @@ def lr_too_low(run: View) -> Iterator[Finding]:
 
 
 def _by_rate(run: View) -> Iterator[tuple[Any, Any]]:
-    """Yield (k,) matrices of one optimizer and rate, and their (k, n) ratios of update to weight.
+    """Yield (k,) rows of matrices of one optimizer and rate, and (k, n) update:weight ratios.
 
-    Matrices that begin at 0, where any step is infinite, or that do not move are left out. A single
-    matrix is no majority if others share a rate.
+    Matrices that do not move, or begin at 0 (the ratio is infinite), are left out. A single matrix
+    with its own rate is left out if other matrices share a rate.
     """
     p = run.params
     if not len(run.matrices) or run.info.get("optimizer") == "LBFGS":

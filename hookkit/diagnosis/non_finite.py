@@ -1,4 +1,4 @@
-"""NaN and Inf: the first step, the first layer, and what made it."""
+"""The rule on NaN and Inf: the first step, the first layer, and the cause."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ORIGINS = {
 
 
 def non_finite(run: View) -> Iterator[Finding]:
-    """Find NaN or Inf: the first step, the first layer in order of execution, where it began."""
+    """Find NaN or Inf: the first step, and the first layer in the order of rows."""
     if run.run.incidents:
         i = run.run.incidents[0]
         what = f"the first non-finite {i.kind}{f' in {i.type}' * bool(i.type)}"
@@ -67,18 +67,18 @@ def non_finite(run: View) -> Iterator[Finding]:
 
 
 def _first(record: Record) -> tuple[int, int] | None:
-    """Return the first step with a value that is not finite, and the row where it began."""
+    """Return the first step with a non-finite value, and the first row that has one; or None."""
     bad = np.nan_to_num(table(record, "nonfinite")) > 0
     if not bad.any():
         return None
     column = int(bad.any(axis=0).argmax())
     rows = np.flatnonzero(bad[:, column])
-    row = rows[-1] if record.kind == "gradient" else rows[0]  # backward runs from the end
+    row = rows[-1] if record.kind == "gradient" else rows[0]  # the backward begins at the last row
     return int(record.steps[column]), int(row)
 
 
 def _of_record(run: View, step: int, row: int, record: Record) -> Finding:
-    """Make the finding of the first value that is not finite: a note if nothing came of it."""
+    """Return the finding of the first non-finite value; a note if it did no harm."""
     kind = {"activation": "output", "gradient": "gradient", "param": "value"}[record.kind]
     what, at = f"the {kind} of {record.labels[row]} has NaN or Inf", ((record.names[row],), (step,))
     origin = _origin(run, step, row, record) if record.kind == "activation" else record.kind
@@ -95,20 +95,20 @@ def _of_record(run: View, step: int, row: int, record: Record) -> Finding:
 
 
 def _origin(run: View, step: int, row: int, record: Record) -> str:
-    """Return the key of `_ORIGINS` that explains the first output that is not finite."""
+    """Return the key of `_ORIGINS` that explains the first non-finite output."""
     p, before = run.params, record.steps < step
     rms = np.where(np.isfinite(table(record, "rms")), table(record, "rms"), 0)[:, before]
     largest = rms.max(axis=0, initial=0)
     if len(largest) > 1 and largest[-1] > 100 * largest[0] > 0:
         return "growth"
-    # if the weights are finite, the layer itself made it
+    # if the weights are known to be finite, the layer itself made the NaN
     if before.any() and not (p and np.isfinite(table(p, "weight_norm")[:, p.steps <= step]).all()):
         return "unknown"
     return "data" if row in run.input_layers or row == 0 else "function"
 
 
 def _did_no_harm(run: View, record: Record) -> bool:
-    """Return whether outputs, weights and some of the last gradients stay finite."""
+    """Return whether outputs, weights and some of the last `ENOUGH` gradients are finite."""
     a, p = run.activations, run.params
     bad = np.nan_to_num(table(record, "nonfinite"))[:, -ENOUGH:] > 0
     if (a is None and p is None) or bad.any(axis=0).all() or (a is not None and _first(a)):

@@ -1,7 +1,7 @@
-"""Notes: what curves look like to those who look at them. They never alarm.
+"""Rules on the shape of curves. They only yield notes, never an alarm.
 
-A loss need not decrease (players, policies), gradients need not be of one size, and large steps may
-be meant. So a note says what was measured, and what it may come from.
+A loss need not decrease (GANs, policies), gradients may have different sizes, and large steps may
+be intended. So a note says what was measured, and what may cause it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def not_learning(run: View) -> Iterator[Finding]:
 
 
 def initial_loss(run: View) -> Iterator[Finding]:
-    """Find a first loss of more than twice what guessing gives."""
+    """Find a first loss of more than twice the loss of guessing."""
     chance = float(np.log(run.info.get("n_classes") or 1))
     if "entropy" in run.loss_name and len(run.losses) and run.losses[0] > 2 * chance > 0:
         what = f"the first loss is {run.losses[0]:.3g}, and guessing gives {chance:.3g}"
@@ -34,14 +34,14 @@ def initial_loss(run: View) -> Iterator[Finding]:
 
 
 def vanishing(run: View) -> Iterator[Finding]:
-    """Find gradients that fade towards the input, 1000-fold or more."""
+    """Find gradients that shrink 1000-fold or more from the loss to the data."""
     if run.gradients_vanish:
         cause, fix = "saturating layers, or depth without shortcuts", "use norms or shortcuts"
         yield _by_depth(run, "vanishing", cause, fix)
 
 
 def exploding(run: View) -> Iterator[Finding]:
-    """Find gradients that grow towards the input, 100-fold or more."""
+    """Find gradients that grow 100-fold or more from the loss to the data."""
     _, size = run.gradient_by_depth
     if len(size) and size[0] > 100 * size[-1]:
         cause = "weights that are large for the depth, or a recurrence"
@@ -56,7 +56,7 @@ def _by_depth(run: View, rule: str, cause: str, fix: str) -> Finding:
 
 
 def saturated(run: View) -> Iterator[Finding]:
-    """Find tanh and sigmoid layers of which half is at the ends of the range."""
+    """Find Tanh and Sigmoid layers with more than half of their values at the ends of the range."""
     a = run.activations
     bounded = np.array([kind in ("Tanh", "Sigmoid") for kind in a.types], bool)
     share = np.where(bounded, np.nan_to_num(later_half(a, "saturated")), 0)
@@ -68,8 +68,8 @@ def saturated(run: View) -> Iterator[Finding]:
 
 
 def overfit(run: View) -> Iterator[Finding]:
-    """Find a validation loss that rises by a tenth above its best, and above the training loss."""
-    # a part that was left out in an epoch has no loss there
+    """Find a validation loss that rises 10 % above its best, and above the training loss."""
+    # an epoch without training or without validation lacks one of the losses
     rows = [r for r in run.run.valid if None not in (r.get("train_loss"), r.get("valid_loss"))]
     valid = np.array([r["valid_loss"] for r in rows], float)
     if len(rows) < 4 or not np.isfinite(valid).all() or valid.argmin() >= len(rows) - 2:

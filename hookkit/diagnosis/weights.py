@@ -1,4 +1,4 @@
-"""Facts of parameters: those that never move, each with its cause, and first weights all alike."""
+"""Rules on parameters: weights that never move, each with its cause; equal initial weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from hookkit.records import Record
 def not_in_optimizer(run: View) -> Iterator[Finding]:
     """Find trainable parameters that never move and are in no optimizer that steps.
 
-    A note for a model's first layers, while the rest of it learns well: they may be frozen so.
+    If they are the first layers of a model that learns well, it is a note: the user may have frozen
+    them in this way.
     """
     p = run.params
     left = _never_moved(p) & ~_in_optimizer(p)
@@ -31,7 +32,7 @@ def not_in_optimizer(run: View) -> Iterator[Finding]:
 
 
 def unregistered(run: View) -> Iterator[Finding]:
-    """Find weights of the forward that PyTorch does not know: a plain list or dict holds them."""
+    """Find weights of the forward that are no parameters: a plain list or dict holds them."""
     hidden = tuple(run.activations.meta.get("unregistered", ()))
     if hidden:
         what = f"{plural(len(hidden), 'weight')} of the forward are not in model.parameters()"
@@ -43,8 +44,8 @@ def unregistered(run: View) -> Iterator[Finding]:
 def no_gradient(run: View) -> Iterator[Finding]:
     """Find parameters that no gradient ever reaches.
 
-    An alarm if the data go into them: a detach() cuts them off from the loss. A head, pooler or
-    expert that is not used does no harm: a note.
+    It is an alarm if the first layers are among them: a detach() cuts them off from the loss.
+    Otherwise it is a note, because an unused head, pooler or expert is harmless.
     """
     p = run.params
     cut = _never_moved(p) & _in_optimizer(p) & ~np.isfinite(table(p, "grad_norm")).any(axis=1)
@@ -60,9 +61,9 @@ def no_gradient(run: View) -> Iterator[Finding]:
 
 
 def unmoved(run: View) -> Iterator[Finding]:
-    """Find parameters that get a gradient, and never move."""
+    """Find parameters that get a gradient but never move."""
     p = run.params
-    # a bias before a batch norm gets nothing but rounding errors
+    # above 1e-7, because the gradient of a bias before a batch norm is a rounding error
     pushed = np.nan_to_num(table(p, "grad_rms")).max(axis=1, initial=0) > 1e-7
     still = _never_moved(p) & _in_optimizer(p) & pushed
     if still.any():
@@ -86,11 +87,11 @@ def zero_gradient(run: View) -> Iterator[Finding]:
 
 
 def zero_init(run: View) -> Iterator[Finding]:
-    """Find weights that all begin at 0, so that no unit differs from its neighbours."""
+    """Find a model whose matrices all begin at 0, so that all units of a layer stay equal."""
     p, own = run.params, run.matrices
     if len(own) < 2 or (table(p, "weight_norm")[own, 0] != 0).any():
         return
-    if run.loss_flat or _never_moved(p)[own].any():  # otherwise frozen ones may differ
+    if run.loss_flat or _never_moved(p)[own].any():  # otherwise the model learns all the same
         what = f"all {len(own)} matrices begin at exactly 0"
         cause = "zeros as first weights: the units of a layer get the same gradient, or none"
         fix = "initialise at random: torch.nn.init.kaiming_normal_(layer.weight)"
@@ -98,13 +99,13 @@ def zero_init(run: View) -> Iterator[Finding]:
 
 
 def constant_init(run: View) -> Iterator[Finding]:
-    """Find two layers in a row, or more, whose weights all begin at one value."""
+    """Find two or more consecutive layers whose weights all begin at one value."""
     p = run.params
     constant = meta(p, "constant", False)
     alike = {i for i in run.matrices if constant[i] and p.types[i] in DENSE}
     pairs = [pair for pair in pairwise(run.matrices) if alike.issuperset(pair)]
     rows = sorted({i for pair in pairs for i in pair})
-    if (table(p, "weight_norm")[rows, 0] > 0).any():  # otherwise `zero_init`
+    if (table(p, "weight_norm")[rows, 0] > 0).any():  # `zero_init` handles zeros
         what = f"the weights of {len(rows)} layers in a row all begin at one value"
         cause = "the units between such layers compute the same, and get the same gradient"
         fix = "initialise at random: torch.nn.init.kaiming_normal_(layer.weight)"
@@ -112,7 +113,7 @@ def constant_init(run: View) -> Iterator[Finding]:
 
 
 def _never_moved(p: Record) -> Any:
-    """Return (rows,) bool: which can be trained, have finite values, and never moved."""
+    """Return (rows,) bool: which parameters are trainable and finite, and never moved."""
     update = table(p, "update_norm")
     moved = (np.nan_to_num(update) > 0).any(axis=1) | ~np.isfinite(update).any(axis=1)
     moved |= meta(p, "moved", False).astype(bool)  # in steps between the records
@@ -121,14 +122,15 @@ def _never_moved(p: Record) -> Any:
 
 
 def _in_optimizer(p: Record) -> Any:
-    """Return (rows,) bool: which are in an optimizer that steps, or it is not known."""
+    """Return (rows,) bool: which parameters are, or may be, in an optimizer that steps."""
     return np.array([held is not False for held in meta(p, "in_optimizer", None).tolist()], bool)
 
 
 def _wide_in_order(run: View) -> list[int]:
-    """Return the rows of trainable weights of two dimensions or more as their layers are called.
+    """Return the rows of trainable weights with two or more dimensions, in the order of calls.
 
-    Layers that are never called come last. If calls were not recorded, the model's order stands.
+    Weights of layers that are never called come last. Without a record of outputs, the rows are in
+    the order of the model.
     """
     p, a = run.params, run.activations
     rows = np.flatnonzero(meta(p, "requires_grad", True) & (meta(p, "ndim", 2) > 1)).tolist()

@@ -1,4 +1,4 @@
-"""A run in one `.npz` file, without pickles: the arrays, and one JSON text with everything else."""
+"""Write and read a run as one `.npz` file without pickles: arrays, and a JSON text for the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ARRAYS = ("steps", "epochs", "iters", "spans", "hist", "edges")
 
 
 def save(run: Run, path: str | Path) -> Path:
-    """Write a run to a file that `load` reads, whole or not at all; return its path."""
+    """Write a run atomically to a file that `load` reads; return its path."""
     path = check_path("save", path)
     arrays = {name: getattr(run, name) for name in _SERIES}
     for i, record in enumerate(run.records):
@@ -38,7 +38,7 @@ def save(run: Run, path: str | Path) -> Path:
     }
     text = json.dumps(head, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
     arrays = {name: x for name, x in arrays.items() if x is not None}
-    with atomic_write(path) as file:  # a file, since numpy adds .npz to a name that lacks it
+    with atomic_write(path) as file:  # an open file, because numpy would add .npz to a name
         np.savez_compressed(file, head=np.array(text), **arrays)
     return path
 
