@@ -1,8 +1,8 @@
-"""Which axes of a tensor hold samples and positions: learned from a second run at another size.
+"""Find which axes of a tensor hold samples and positions, from a second run at another size.
 
 An axis that grew with the batch holds samples, one that shrank with the sequence holds positions,
-one that did both holds both. The order inside such an axis cannot always be known. Then there are
-several readings, and a tensor counts as changed only if it has changed by all of them.
+and one that followed both holds both. If the order inside an axis is not known, the tensor has
+several readings, and counts as changed only if it has changed in all of them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _MOST_READINGS = 32
 
 
 class Size(NamedTuple):
-    """How many samples and positions a run has; `seq` is None if its input has no positions."""
+    """Holds how many samples and positions a run has; `seq` is None without positions."""
 
     batch: int
     seq: int | None = None
 
 
 class Region(NamedTuple):
-    """Some samples and positions of a run, as int64 indices in the order that counts; None: all."""
+    """Selects samples and positions of a run, by ordered int64 indices; None selects all."""
 
     samples: Tensor | None = None
     positions: Tensor | None = None
@@ -38,13 +38,14 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class Axis:
-    """What the places along one axis hold.
+    """Describes what the places along one axis hold.
 
     Attributes:
         samples, positions: whether the axis holds them; both if it holds each pair of the two.
         each: how many places there are for one sample, position or pair.
         side_by_side: whether these places are neighbours. If not, the whole sequence of samples or
-            positions is repeated `each` times; an axis of pairs has positions outside then.
+            positions is repeated `each` times. An axis of pairs is sample-major if True, and
+            position-major if False.
         extra: how many places there are beyond the positions; less than 0 if some are missing.
         in_front: whether the extra or missing places are at the beginning.
     """
@@ -63,8 +64,8 @@ class Axis:
     def owners(self, size: Size) -> tuple[Places | None, Places | None]:
         """Return the sample and the position of each place, two vectors.
 
-        None if the axis does not hold samples, or positions. -1, or a number beyond the last, marks
-        a place that belongs to none.
+        A vector is None if the axis holds no samples (or positions). A place that belongs to no
+        sample or position has -1 or a number beyond the last.
 
         >>> Axis(samples=True, each=2).owners(Size(3))[0]
         array([0, 0, 1, 1, 2, 2])
@@ -88,13 +89,14 @@ Reading = tuple[Axis, ...]
 
 
 def readings(shape: tuple[int, ...], other: tuple[int, ...], a: Size, b: Size) -> list[Reading]:
-    """Return all ways to read a tensor's axes; none if an axis follows neither size.
+    """Return all readings of a tensor's axes; [] if an axis follows neither samples nor positions.
 
     Args:
         shape: the tensor's shape in the run at size `a`.
         other: its shape in the run at size `b`.
         a: the size of the run that is read.
-        b: another size. A part that is the same in both sizes is recognised by its length.
+        b: the other size. If it has the same number of samples (or positions), an axis of that
+            length counts as holding them.
 
     >>> [" × ".join(map(str, r)) for r in readings((3, 8, 16), (4, 6, 16), Size(3, 8), Size(4, 6))]
     ['samples × positions × –']
@@ -108,7 +110,7 @@ def readings(shape: tuple[int, ...], other: tuple[int, ...], a: Size, b: Size) -
 
 
 def _axis_readings(m: int, n: int, a: Size, b: Size) -> list[Axis]:
-    """Return how an axis can be read whose length is `m` at size `a` and `n` at size `b`."""
+    """Return the readings of one axis whose length is `m` at size `a` and `n` at size `b`."""
     found = list[Axis]()
     if m == n:
         found += [Axis(samples=True)] * (a.batch == b.batch == m)
@@ -131,11 +133,11 @@ def _axis_readings(m: int, n: int, a: Size, b: Size) -> list[Axis]:
 def take(
     t: Tensor, reading: Reading, size: Size, region: Region
 ) -> tuple[Tensor, list[Places]] | None:
-    """Return the part of `t` that belongs to `region`, and which places that part has.
+    """Return the part of `t` that belongs to `region`, and the numbers of its places.
 
-    None if the shape of `t` is not that of a run at `size`. The second result holds, for each axis
-    of samples or positions, the numbers of its places counted within the region. Two parts are
-    about the same samples and positions only if these are equal.
+    Returns None if the shape of `t` is not that of a run at `size`. The numbers count, for each
+    axis of samples or positions, within the region. Two parts hold the same samples and positions
+    only if their numbers are equal.
 
     >>> x = torch.arange(6).view(3, 2)
     >>> take(x, (Axis(samples=True), Axis()), Size(3), Region(torch.tensor([2, 0])))[0]

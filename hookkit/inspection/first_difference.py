@@ -1,9 +1,10 @@
-"""Which layer is first? One rule, and the form of result that every answer to it has.
+"""Find the first layer that differs, by one rule, and give all such results one form.
 
-The first row that differs often names an innocent layer: one that was given a difference, or one
-that only contains the layer that makes it. So: **first is the innermost call whose inputs agree and
-whose output does not.** The rule needs each call's inputs, and the call that it was made in: a
-`CallTree`. `compare_models`, `check_invariance`, `compare_runs` and `find_nonfinite` ask it.
+The first row that differs often names an innocent layer: one whose inputs differ already, or one
+that only contains the layer that makes the difference. So **first is the innermost call whose
+inputs agree and whose output does not.** The rule needs the inputs of each call and the call around
+it, which a `CallTree` has. `compare_models`, `check_invariance`, `compare_runs` and
+`find_nonfinite` use it.
 """
 
 from __future__ import annotations
@@ -28,20 +29,19 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """One call of a module: the module's name, and the number of the call, from 0."""
+    """Names one call of a module: the module's name, and the number of the call, from 0."""
 
     name: str
     n: int = 0
 
 
 class CallTree:
-    """The calls of modules in a run, and the call that each was made in.
+    """Holds the calls of modules in a run, and the call around each.
 
     Attributes:
         begun: the calls in the order in which they began.
-        ended: those that returned, in the order in which they did; one that raised is not among
-            them.
-        parent: for each call the innermost one around it, or None.
+        ended: the calls that returned, in that order; calls that raised are left out.
+        parent: call → the innermost call around it, or None.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class CallTree:
         return call
 
     def end(self, name: str) -> Call | None:
-        """Note that the innermost open call of the module `name` returns; None if there is none.
+        """Note that the innermost open call of the module `name` returns; return it, or None.
 
         Calls inside it that are still open raised an exception, which the model caught.
         """
@@ -108,7 +108,7 @@ class CallTree:
             yield attach(m, partial(ends, name), switch=switch)
 
     def around(self, call: Call) -> Iterator[Call]:
-        """Yield the calls that `call` was made in, the innermost first."""
+        """Yield the calls around `call`, the innermost first."""
         outer = self.parent.get(call)
         while outer is not None:
             yield outer
@@ -134,7 +134,7 @@ class CallTree:
     def makers(
         self, inputs_differ: Collection[Call], outputs_differ: Collection[Call]
     ) -> list[Call]:
-        """Return every innermost call whose inputs agree and whose output differs, as they end."""
+        """Return all innermost calls whose inputs agree and whose output differs, as they ended."""
         makers = [c for c in self.ended if c in outputs_differ and c not in inputs_differ]
         containers = {outer for call in makers for outer in self.around(call)}
         return [call for call in makers if call not in containers]
@@ -150,7 +150,7 @@ class CallTree:
         Args:
             call: the call in which it begins.
             inputs_differ: the calls whose inputs differ.
-            judged: the calls that were compared; others are passed over. By default all.
+            judged: the calls that were compared; others are skipped. By default all.
 
         >>> tree = CallTree()
         >>> for name in ("mix", "mix.dt", "mix.out"):
@@ -175,10 +175,10 @@ class CallTree:
 
 
 class Localisation:
-    """Base of the results that name the first layer: of what `compare_models` and its kin return.
+    """Serves as the base of results that name the first layer, such as that of `compare_models`.
 
-    A subclass is a frozen dataclass with `rows`, `first` and `not_judged`, and says its `verdict`.
-    It is neither true nor false: ask `result.first is None`.
+    A subclass is a frozen dataclass with `rows`, `first`, `not_judged` and `verdict`. It has no
+    truth value: ask `result.first is None`.
 
     Attributes:
         rows: what was compared, in the order of execution.
@@ -193,12 +193,12 @@ class Localisation:
 
     @property
     def first(self) -> Any:
-        """The row that answers: which layer, what differs, by how much."""
+        """Return the row that answers: which layer, what differs, by how much."""
         raise NotImplementedError
 
     @property
     def verdict(self) -> str:
-        """The answer in one line."""
+        """Return the answer in one line."""
         raise NotImplementedError
 
     def text(self) -> str:

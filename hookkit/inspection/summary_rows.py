@@ -1,6 +1,6 @@
-"""The rows of a summary: what each module owns, in the order of execution, counted once.
+"""Make the rows of a summary: the modules in the order of execution, each tensor counted once.
 
-Parameters count by identity and their bytes by storage, in the row that comes first. A bare
+A parameter counts by identity, and its bytes by storage, in the first row that has it. A bare
 parameter beside child modules is a row of its own; a parametrized module is one row, with the
 tensors of its parametrizations. The numbers of a row are its module's own, so that every column
 adds up to the totals; `row.total` adds all rows below it.
@@ -23,7 +23,7 @@ from hookkit.inspection.tree import Place, Tree, dtype_name, numel, storage_of
 
 @dataclass(frozen=True)
 class Totals:
-    """Hold the numbers of a module, or their sums over several; 0 where nothing ran.
+    """Holds the numbers of a module, or their sums over several; 0 where nothing ran.
 
     Attributes:
         n_params: distinct parameters, in elements.
@@ -51,10 +51,10 @@ def share(n: int, n_trainable: int) -> bool | float:
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Totals):
-    """Describe one module, bare parameter, or further place of a shared module.
+    """Describes one module, bare parameter, or further place of a shared module.
 
-    The numbers of `Totals` are its own share: parameters and memory count in the row that comes
-    first, multiply-accumulates and saved bytes for the innermost module that was running.
+    The numbers of `Totals` are its own share: parameters and memory count in the first row that has
+    them, multiply-accumulates and saved bytes in the row of the innermost running module.
 
     Attributes:
         name: qualified, without wrappers; "" for the model itself.
@@ -62,9 +62,9 @@ class Row(Totals):
         depth: 0 for the model.
         outputs: the different outputs of its calls as text, `4×10` or `(4×10, {'h': 2×3})`.
         shape, in_shape: of the first call as lists in the containers they came in; None if unknown.
-        calls: times it ran; None where nothing was run or it has no forward of its own.
+        calls: how often it ran; None if nothing was run, or if it has no forward of its own.
         trainable: True, False, the trainable share of its own parameters, None without any.
-        leaf: it has no modules inside.
+        leaf: whether it has no modules inside.
         total: its own share and that of all rows below it.
     """
 
@@ -88,7 +88,7 @@ class Row(Totals):
 def rows_of(tree: Tree, trace: Trace | None) -> tuple[Row, ...]:
     """Return a row for each place of a module and each bare parameter of `tree`.
 
-    `trace` tells what ran; None if nothing was run.
+    `trace` is the record of a run; None if nothing was run.
     """
     counted = _Counted()
     found = [row for place in _in_order(tree, trace) for row in _rows_at(place, trace, counted)]
@@ -104,7 +104,7 @@ def rows_of(tree: Tree, trace: Trace | None) -> tuple[Row, ...]:
 
 
 def _in_order(tree: Tree, trace: Trace | None) -> Iterator[Place]:
-    """Yield all places, parents first, siblings in the order in which something in them first ran.
+    """Yield all places, parents first, siblings in the order in which they, or their parts, ran.
 
     A place that did not run stays behind the sibling that it was defined after.
     """
@@ -133,7 +133,7 @@ class _Counted:
         self.storages: set[Any] = set()
 
     def bytes_of(self, t: Tensor) -> int:
-        """Return the bytes behind `t`; 0 if a tensor before it has the same memory."""
+        """Return the bytes of the storage of `t`; 0 if that storage was counted before."""
         key, size = storage_of(t)
         new = key not in self.storages
         self.storages.add(key)
@@ -192,7 +192,7 @@ def _rows_at(place: Place, trace: Trace | None, counted: _Counted) -> Iterator[d
 
 
 def _of_calls(place: Place, trace: Trace) -> dict[str, Any]:
-    """Return what the calls of a module showed, as fields of its row."""
+    """Return the fields of a module's row that its calls determine."""
     name, call = place.name, trace.calls.get(place.name)
     counts = {"macs": trace.macs[name], "saved_bytes": trace.saved[name]}
     if call is None:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Not documented, in torch 1.3 to 2.13; torch.compile uses it. As long as there is one, no other
-# storage gets the identity of the one that it refers to. Without it saved bytes are too few.
+# Not documented, in torch 1.3 to 2.13; torch.compile uses it. While a reference to a storage is
+# alive, no other storage gets the same identity. Without it saved bytes are too few.
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
@@ -40,7 +40,7 @@ class Stopped(BaseException):
 
 @dataclass
 class Call:
-    """Records the calls of one module: how many, and what it took and returned, as text."""
+    """Records the `n` calls of one module as text; `first` is the place of the first in the run."""
 
     first: int
     n: int = 0
@@ -60,9 +60,9 @@ class Trace:
         macs, saved: multiply-accumulates and bytes saved for backward, by module.
         uncounted: operations without a formula, with how often each ran.
         unused: trainable parameters that the output does not depend on.
-        differentiates: the forward has asked for a saved tensor, and it was not kept.
+        differentiates: whether the forward asked for a saved tensor that was not kept.
         error: what the model raised; `failed` names the modules that were running, outermost first.
-        not_restored: see `State`; complete when the model has been put back.
+        not_restored: see `State`; complete when the model has been restored.
     """
 
     run: str
@@ -81,8 +81,8 @@ class Saved:
     """Stands for a tensor that autograd saves for the backward pass, as long as autograd keeps it.
 
     Attributes:
-        name: of the module that was running.
-        storage: identity and bytes of its memory.
+        name: the name of the module that was running.
+        storage: identity and bytes of the tensor's memory.
         hold: the tensor itself, or a weak reference that keeps the identity from being used again.
     """
 
@@ -93,15 +93,15 @@ class Saved:
 
 
 class Tracer(Operations):  # type: ignore[no-untyped-call]
-    """Records a run: as a mode each operation, by `attach` each module's calls.
+    """Records a run: each operation as a mode, each module's calls by the hooks of `attach`.
 
     Args:
         write: is called with each tensor before it is written.
-        run: for the trace.
-        keeps: autograd gets the tensors that it saves. Otherwise they are only counted, and their
-            memory is free at once; a forward that differentiates raises.
-        most_macs: beyond so many, `Stopped` is raised; `stopped` stays true if the model swallows
-            it.
+        run: see `Trace`.
+        keeps: keep the tensors that autograd saves. Otherwise they are only counted and their
+            memory is freed at once, and a forward that differentiates raises.
+        most_macs: raise `Stopped` beyond this number; `stopped` stays true even if the model
+            catches it.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
             for place in tree.firsts
             if can_run(place.module) and not isinstance(place.module, torch.jit.ScriptModule)
         }
-        # Names of the modules that run, with the exception that was being handled at each call: a
-        # model may call modules in an `except` block.
+        # Names of the modules that run, each with the exception that was being handled when its
+        # call began: a model may call modules in an `except` block.
         self.stack: list[tuple[str, BaseException | None]] = []
         self.saved: list[weakref.ref[Saved]] = []
         self.n_calls = self.n_macs = 0
@@ -179,11 +179,11 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
     def _after(self, m: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         name, error, running = self.names[m], sys.exception(), self.stack[:]
         before: BaseException | None = error
-        while self.stack:  # also calls that ended by an exception the model caught
+        while self.stack:  # also inner calls, which raised an exception that the model caught
             at, before = self.stack.pop()
             if at == name:
                 break
-        if error is None or error is before:
+        if error is None or error is before:  # no new exception, so the call returned
             self._returned(self.trace.calls[name], out)
         elif isinstance(error, Exception) and error is not self.trace.error:
             self.trace.error, self.trace.failed = error, tuple(at for at, _ in running)
@@ -198,7 +198,7 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
             call.dtypes = [*dict.fromkeys([*call.dtypes, *names])]
 
     def pack(self, t: Tensor) -> Saved:
-        """Return what autograd keeps in place of `t`, which it saves for the backward pass."""
+        """Return a `Saved` in place of `t`, which autograd saves for the backward pass."""
         key, hold = _identity(t)
         hold = _kept(t) if self.keeps else hold
         saved = Saved(self.here(), (key, storage_of(t)[1]), hold)
@@ -214,9 +214,10 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
         return kept
 
     def ended(self, out: Any, own: list[Tensor]) -> None:
-        """Record what can be seen only while `out` holds the graph; forget errors that were caught.
+        """Record saved bytes and unused parameters while `out` holds the graph; clear the error.
 
-        `own` are the model's tensors, which are not saved for backward: they are there anyway.
+        An error that is recorded by now was caught by the model. Memory of the model's tensors,
+        `own`, does not count as saved, because it is there anyway.
         """
         self.trace.error, self.trace.failed = None, ()
         storages = {_identity(t)[0] for t in own}
@@ -226,7 +227,7 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
                 storages.add(key)
                 self.trace.saved[saved.name] += size
         nodes = [node for node, _ in graph_nodes(out)]
-        # what a checkpoint recomputes is not in the graph yet
+        # the graph of a checkpoint's inside does not exist before the backward
         if nodes and not any("Checkpoint" in node.name() for node in nodes):
             reached = {id(node.variable) for node in nodes if hasattr(node, "variable")}
             reached |= set(map(id, tree_leaves(out)))
@@ -236,9 +237,9 @@ class Tracer(Operations):  # type: ignore[no-untyped-call]
 
 
 def _identity(t: Tensor) -> tuple[int, Any]:
-    """Return the identity of the memory behind `t`, and an object that keeps it from being reused.
+    """Return the identity of the memory of `t`, and an object that keeps it from being reused.
 
-    The object is a weak reference to the memory, or the tensor if that is not one storage.
+    The object is a weak reference to the storage, or the tensor if it does not have one storage.
     """
     try:
         ref = StorageWeakRef(t.untyped_storage())  # type: ignore[no-untyped-call]
@@ -249,10 +250,9 @@ def _identity(t: Tensor) -> tuple[int, Any]:
 
 
 def _kept(t: Tensor) -> Tensor:
-    """Return `t` to be held by the graph.
+    """Return `t` for a graph node to hold: detached if a node made it.
 
-    A node that saves its own output would make a reference cycle through it, which nothing frees;
-    so the output of a node is detached.
+    A node that holds its own output is a reference cycle, which nothing frees.
     """
     return t.detach() if t.grad_fn is not None else t
 
