@@ -23,7 +23,7 @@ from hookkit.training import live
 def always(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """It looks before each step; the steps at which it did."""
     looks: list[int] = []
-    begin, look = ShowHealth.before_fit, ShowHealth._look
+    begin, look = ShowHealth.before_fit, ShowHealth._diagnose
 
     def at_once(self: ShowHealth, f: Any, *args: Any) -> None:
         f(self, *args)
@@ -34,7 +34,9 @@ def always(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         look(self, last)
 
     monkeypatch.setattr(ShowHealth, "before_fit", lambda self: at_once(self, begin))
-    monkeypatch.setattr(ShowHealth, "_look", lambda self, last=False: at_once(self, noted, last))
+    monkeypatch.setattr(
+        ShowHealth, "_diagnose", lambda self, last=False: at_once(self, noted, last)
+    )
     return looks
 
 

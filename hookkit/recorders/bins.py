@@ -1,15 +1,16 @@
 """Histograms of a bounded sample: signed logarithmic bins that need no range, or equal ones.
 
-The upper bits of a float32 are a logarithmic bin number: `bits >> 22` counts two bins an octave
-(edges 1, 1.5, 2, 3, 4, …), exactly and alike on every device, without a logarithm or a search. What
-is below or above the bins goes to an underflow bin next to zero or to an open bin at the end; NaN
+The upper bits of a float32 are a logarithmic bin number: `bits >> 22` counts two bins per octave
+(edges 1, 1.5, 2, 3, 4, …), exactly and equally on every device, without a logarithm or a search.
+Values below or above the bins go to an underflow bin next to zero or to an open bin at the end; NaN
 and Inf are in no bin.
 
-A bin holds its lower edge and not its upper one, below zero too, as in `numpy.histogram`.
+A bin contains its lower edge but not its upper edge, below zero too, as in `numpy.histogram`.
 
-A sample is one slice from end to end: it needs no random numbers, which belong to the training. Its
-stride is coprime with the size: one that divides the number of channels would see a few of them
-only. Each record begins at another offset, so in the long run every value is taken.
+A sample is one slice from end to end. It draws no random numbers, so the training's generator does
+not change. Its stride is coprime with the size, because a stride that divides the number of
+channels would see only a few of them. Each record begins at another offset, so that in the long run
+every value is sampled.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ import torch
 from torch import Tensor
 
 SAMPLE = 4096
-"""The fewest values of a larger tensor that are counted: the distribution function is right to
-0.021 with 95 % confidence (Dvoretzky-Kiefer-Wolfowitz, with Massart's constant, 1990)."""
+"""The least number of values sampled from a larger tensor: the error of the distribution function
+is below 0.021 with 95 % confidence (Dvoretzky-Kiefer-Wolfowitz, with Massart's constant, 1990)."""
 
-_CLASSES = 1024  # values of the upper ten bits of a float32
-_NOT_FINITE = 510  # the class of +Inf; of NaN too, and 511
-_MINUS_INF = -8388608  # bits of -inf, as an int32; those of negative finite values are below it
+_CLASSES = 1024  # how many values the upper ten bits of a float32 have: its class
+_NOT_FINITE = 510  # the class of +Inf; NaN has class 510 or 511
+_MINUS_INF = -8388608  # the bits of -inf as an int32; finite negative values have smaller ones
 
 
 class LogBins:
     """Signed logarithmic bins from 2**low to 2**high, one or two an octave.
 
     Attributes:
-        edges: (n + 1,) float64 with open ends.
-        n: how many bins there are.
+        edges: (n + 1,) float64, from -inf to inf.
+        n: the number of bins.
 
     >>> LogBins(0, 2, 1).edges.tolist()
     [-inf, -4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0, inf]
@@ -61,7 +62,7 @@ class LogBins:
         return self._of_class[bits.view(np.uint32) >> 22]
 
     def places_in_tensor(self, x: Tensor) -> Tensor:
-        """Return the same of a float32 tensor, int64 of its shape."""
+        """Return the bin of each value of a float32 tensor, int64 of its shape, on its device."""
         bits = (x + 0).view(torch.int32)
         bits = bits - (bits < _MINUS_INF).int()
         bins = torch.from_numpy(self._of_class).to(x.device, non_blocking=True)
@@ -69,7 +70,7 @@ class LogBins:
 
 
 class RangeBins:
-    """`n` equal bins from `low` to `high` (fastai: 40 from 0 to 10), and open ones beside them.
+    """Has `n` equal bins from `low` to `high` (fastai: 40 from 0 to 10), and an open one per side.
 
     >>> RangeBins(0, 10, 2).edges.tolist()
     [-inf, 0.0, 5.0, 10.0, inf]
@@ -85,7 +86,7 @@ class RangeBins:
         return np.where(np.isfinite(x), np.searchsorted(self._inner, x, side="right"), self.n)
 
     def places_in_tensor(self, x: Tensor) -> Tensor:
-        """Return the same of a float32 tensor, int64 of its shape."""
+        """Return the bin of each value of a float32 tensor, int64 of its shape, on its device."""
         inner = torch.from_numpy(self._inner).to(x.device, non_blocking=True)
         return torch.bucketize(x, inner, right=True).where(x.isfinite(), self.n)
 
@@ -99,7 +100,7 @@ def count(x: Any, bins: LogBins | RangeBins) -> Any:
 
 
 def narrowed(x: Tensor) -> Tensor:
-    """Return a copy of a tensor in float32, in which finite values stay finite."""
+    """Return a float32 copy of a tensor; finite values that are too large are clipped."""
     if x.dtype is torch.float64:
         most = torch.finfo(torch.float32).max
         x = x.clamp(-most, most).where(x.isfinite(), x)
@@ -108,7 +109,7 @@ def narrowed(x: Tensor) -> Tensor:
 
 @lru_cache(4096)
 def _stride(n: int) -> int:
-    """Return the longest stride that is coprime with `n` and takes `SAMPLE` values or more."""
+    """Return the largest stride that is coprime with `n` and samples `SAMPLE` or more values."""
     stride = n // SAMPLE
     while math.gcd(stride, n) != 1:
         stride -= 1
@@ -116,9 +117,9 @@ def _stride(n: int) -> int:
 
 
 def sample_of(n: int, offset: int) -> slice:
-    """Return which of `n` values to count, from end to end: all up to 4096, or at least 4096.
+    """Return the slice of `n` values to count: all if they are up to 4096, or at least 4096.
 
-    Where few strides are coprime with `n` there are more: all 15360 of 15360 values, 5461 of 16384.
+    If few strides are coprime with `n`, it is more: 5461 of 16384 values, all of 15360.
     """
     stride = _stride(n) if n > SAMPLE else 1
     return slice(offset % stride, n, stride)

@@ -1,7 +1,7 @@
-"""`KeptGradients`: whether the gradient of one step is still there when the next one is computed.
+"""`KeptGradients`: finds gradients that were not zeroed after a step.
 
-Without `zero_grad()` autograd adds new gradients to those that the last step has used. One
-parameter of each optimizer is followed from a step to the next, by hooks where autograd adds.
+Without `zero_grad()`, autograd adds new gradients to those that the last step has used. One
+parameter of each optimizer is followed from step to step, by hooks before and after each addition.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 MANY = 16
-"""Steps that are looked at: later ones cost nothing."""
+"""How many first steps are looked at; later steps cost nothing."""
 
 
 class KeptGradients:
-    """Counts in how many of the first steps the gradient of the step before was used, too.
+    """Counts in how many of the first steps the gradient of the last step was used again.
 
-    Nothing is read from the device until `read`, and nothing is computed where gradients are zeroed
-    or set to None. Gradients that autograd does not add to, such as FSDP2's, are not counted.
+    Nothing is read from the device until `read`. Nothing is computed if gradients are zeroed or set
+    to None. Gradients that autograd does not add to, such as FSDP2's, are not counted.
 
     >>> w = nn.Parameter(torch.ones(2)); opt = torch.optim.SGD([w], 0.1)
     >>> kept = KeptGradients()
@@ -33,10 +33,10 @@ class KeptGradients:
 
     def __init__(self) -> None:
         self._followed: WeakKeyDictionary[Optimizer, _Followed] = WeakKeyDictionary()
-        self._kept: list[Tensor | bool] = []  # for each step that is known
+        self._kept: list[Tensor | bool] = []  # for each step, whether a gradient was kept
 
     def see_step(self, opt: Optimizer) -> None:
-        """Look at an optimizer that is about to use the gradients that there are."""
+        """Look at the gradients that `opt` is about to use, and follow one to the next step."""
         followed = self._followed.pop(opt, None)
         if followed is not None:
             followed.remove()
@@ -52,13 +52,13 @@ class KeptGradients:
                     break
 
     def remove(self) -> None:
-        """Take the hooks off; can be called at any time, and twice."""
+        """Remove the hooks; a second call does nothing."""
         for followed in self._followed.values():
             followed.remove()
         self._followed.clear()
 
     def read(self) -> dict[str, Any]:
-        """Return `kept_gradients`: in how many steps, of how many that are known; {} if none is."""
+        """Return {"kept_gradients": [steps with kept gradients, steps]}, or {} without a step."""
         n = len(self._kept)
         return {"kept_gradients": [sum(map(bool, self._kept)), n]} if n else {}  # sync: one a step
 
@@ -67,11 +67,11 @@ class KeptGradients:
 
 
 class _Followed:
-    """The gradient of one parameter, from one step to the next.
+    """Follows the gradient of one parameter from one step to the next.
 
     Attributes:
-        kept: whether what the step used is part of what there is now: each addition was to what the
-            one before had left.
+        kept: whether the gradient still contains the one that the last step used: nothing but
+            additions of autograd has changed it since.
     """
 
     def __init__(self, p: Any) -> None:
@@ -83,25 +83,25 @@ class _Followed:
         self._p.register_post_accumulate_grad_hook(self._after)
 
     def _before(self, coming: Tensor) -> None:
-        """Compare what there is, to which a gradient is about to be added."""
+        """Compare the gradient with the one seen last; autograd is about to add to it."""
         grad = self._p.grad
         if grad is None or self._left is None or _state(grad) != self._left:
             self.kept = False
         elif self.kept is not False:
-            with torch.no_grad():  # 0 by `grad.data.zero_()`, which leaves no other trace
+            with torch.no_grad():  # `grad.data.zero_()` changes no `_version`: look for values
                 self.kept = self.kept & (grad != 0).any()
 
     def _after(self, p: Tensor) -> None:
         self._added, self._left = True, _state(self._p.grad)
 
     def is_autograds(self) -> bool:
-        """Return whether autograd has made the step's gradient; it may have been clipped since."""
+        """Return whether autograd made the gradient of the step, clipped since or not."""
         now = _state(self._p.grad)
         return self._added and bool(now and self._left and now[0] == self._left[0])
 
     def remove(self) -> None:
-        # Private: the dicts of a tensor's hooks, which handles delete from (since 0.4 and 2.1). A
-        # Ctrl-C may come after a hook is registered and before its handle is there.
+        # Private: the dicts of a tensor's hooks (since 0.4 and 2.1). Deleting from them needs no
+        # handles, which Ctrl-C can lose between registration and assignment.
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             hooks = getattr(self._p, name, None) or {}
             for key in [k for k, f in hooks.items() if getattr(f, "__self__", None) is self]:
@@ -109,9 +109,9 @@ class _Followed:
 
 
 def _state(grad: Tensor | None) -> tuple[int, int] | None:
-    """Return where a plain gradient is, and how often it was changed in place; None for others."""
+    """Return address and `_version` of a plain gradient; None for other tensors."""
     if type(grad) is not Tensor or grad.layout is not torch.strided:
         return None
-    # Private: `_version`, the counter by which autograd knows of changes in place (since 0.4).
-    # Without it zeroing in place is not seen, and gradients that are zeroed seem kept.
+    # Private: `_version`, which counts in-place changes for autograd (since 0.4). Without it,
+    # gradients that are zeroed in place would seem kept.
     return grad.data_ptr(), grad._version

@@ -1,4 +1,4 @@
-"""`ShowHealth`: findings while a run trains, each once; in a notebook one picture, redrawn."""
+"""`ShowHealth`: shows findings while a run trains; in a notebook, with a picture of the run."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from hookkit.diagnosis.report_page import picture
 
 
 class ShowHealth(Callback):
-    """Prints what is wrong with a run while it trains, each finding once.
+    """Prints the findings of a run while it trains, each once.
 
-    Warnings and errors are printed to stderr, notes are not. If there were none, the verdict is, at
-    the end. In a notebook one output shows the picture of the run (`plot_run`) and all findings; it
-    is redrawn.
+    Warnings and errors are printed to stderr; notes are not. If there are none, the verdict is
+    printed at the end. In a notebook, one output shows the picture of the run (`plot_run`) and all
+    findings, and is redrawn.
 
-    It shows what the recorders among the callbacks have, and adds none: without ActivationStats or
-    ParamStats the losses are all that is judged. `watch(…, show=True)` adds recorders. If there
-    are several processes, the first one shows what it has recorded itself.
+    It reads the recorders among the callbacks, and adds none: without ActivationStats or ParamStats
+    only the losses are judged. `watch(…, show=True)` adds recorders. If there are several
+    processes, only rank 0 shows findings, from its own records.
 
-    A look waits for the device. It takes place between two batches, and only if all looks so far
-    have taken less than 2 % of the time. The one at the end always takes place. If a look fails, a
-    warning says why, nothing more is shown, and the training goes on. What is recorded does not
-    depend on it.
+    Each diagnosis waits for the device. It runs between two batches, and only if all so far have
+    taken less than 2 % of the time; the last one, at the end, always runs. If one fails, a warning
+    says why, nothing more is shown, and the training goes on. It does not change the records.
 
     Args:
-        every_s: seconds between two looks, at least.
+        every_s: the least number of seconds between two diagnoses.
 
     Raises:
         OptionError: `every_s` is not above 0.
@@ -53,7 +52,7 @@ class ShowHealth(Callback):
     run_valid = False
     _only_train_loop = True
     _output: Output | None = None
-    _next = float("inf")  # when the next look is due, by the clock
+    _next = float("inf")  # the time of the next diagnosis
 
     def __init__(self, every_s: float = 5.0) -> None:
         what = "how many seconds there are between two looks, at least"
@@ -61,26 +60,26 @@ class ShowHealth(Callback):
         self.findings: dict[str, Finding] = {}
 
     def before_fit(self) -> None:
-        """Begin to look, on the first rank."""
+        """Schedule the first diagnosis, on rank 0 only."""
         if ranks.rank() == 0:
             self._output = Output() if in_notebook() else None
             self._next = time.perf_counter() + self.every_s
 
     def before_batch(self) -> None:
-        """Look if it is time."""
+        """Diagnose the run if it is time."""
         if time.perf_counter() >= self._next:
-            self._look()
+            self._diagnose()
 
     def after_fit(self) -> None:
-        """Look once more, and print the verdict if nothing was found."""
+        """Diagnose the run once more, and print the verdict if there was no finding."""
         if self._next < float("inf"):
-            self._look(last=True)
+            self._diagnose(last=True)
 
     def cleanup_fit(self) -> None:
-        """Look no more; what was shown last stays."""
+        """Stop; the last output stays."""
         self._next = float("inf")
 
-    def _look(self, last: bool = False) -> None:
+    def _diagnose(self, last: bool = False) -> None:
         began = time.perf_counter()
         try:
             self._show(self.learn.run_record(), last)  # sync: by the clock, not by batch
@@ -89,7 +88,7 @@ class ShowHealth(Callback):
             warn(f"ShowHealth shows nothing more: {error!r}. diagnose() reads what is recorded.")
             return
         now = time.perf_counter()
-        self._next = now + max(self.every_s, 50 * (now - began))  # so looks take 2 % of the time
+        self._next = now + max(self.every_s, 50 * (now - began))  # at most 2 % of the time
 
     def _show(self, run: Any, last: bool) -> None:
         found = diagnose(run)
@@ -101,7 +100,7 @@ class ShowHealth(Callback):
             self._output.show(image + found._repr_html_(), str(found))
             return
         for text in [str(f) for f in new[::-1]] + [found.verdict] * (last and not self.findings):
-            tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)  # it prints above its bars
+            tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)  # prints above its bars
             say = tqdm.write if tqdm else print
             say(f"step {self.learn.n_steps:,}: {text}", file=sys.stderr)
 

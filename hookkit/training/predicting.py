@@ -1,4 +1,4 @@
-"""Predicting: which batches a pass without training reads, and what is kept of them."""
+"""Helpers of `validate` and `get_preds`: choose the batches, and keep and join the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hookkit.callbacks.metrics import gathered
 
 
 class Keep(Callback):
-    """Keeps each batch's predictions and targets on the CPU; inputs and losses with `with_…`."""
+    """Keeps each batch's predictions and targets on the CPU, and on request inputs and losses."""
 
     order = 70
 
@@ -34,7 +34,7 @@ class Keep(Callback):
         self._x = tree_map(lambda t: t.detach().clone(), self.learn.x) if self.with_input else None
 
     def after_batch(self) -> None:
-        """Keep the batch, unless it was cancelled before there was a prediction."""
+        """Keep the batch, unless it was cancelled before its prediction."""
         learn = self.learn
         if learn.pred is None:
             return
@@ -46,7 +46,7 @@ class Keep(Callback):
 
 
 def _losses(learn: Any) -> Any:
-    """Return the loss of each sample, (n,), if the loss function has a `reduction`."""
+    """Return (n,) the loss of each sample, or the batch's loss if there is no `reduction`."""
     f = learn.loss_func
     if not hasattr(f, "reduction") or not learn.yb:
         return learn.loss
@@ -59,11 +59,11 @@ def _losses(learn: Any) -> Any:
 
 
 def concat_batches(batches: list[Any]) -> Any:
-    """Join structures of one kind: tensors by rows, scalars stacked, lists one after another.
+    """Return the structures of all batches as one: tensors concatenated, 0-d tensors stacked.
 
-    The items of lists without tensors (names of files), and of lists of dicts, are samples. A
-    number or text that is the same in all batches stays; anything else becomes a list with each
-    batch's own. Raises torch's error, or a ValueError, for batches of other kinds.
+    Lists without tensors (file names) and lists of dicts have an item per sample, and are
+    concatenated too. A number or text that is equal in all batches stays; any other object becomes
+    a list with one item per batch. Raises torch's error, or a ValueError, if structures differ.
 
     >>> import torch
     >>> concat_batches([(torch.ones(2, 3), ["a", "b"]), (torch.ones(1, 3), ["c"])])[1]
@@ -84,7 +84,7 @@ def concat_batches(batches: list[Any]) -> Any:
 
 
 def loader_of(learn: Any, ds_idx: int, dl: Any, who: str) -> Any:
-    """Return the batches of a pass: in order and whole, and in `distrib_ctx` this rank's."""
+    """Return the loader of a pass: unshuffled and complete; in `distrib_ctx`, this rank's part."""
     if dl is None:
         learn._needs_data(who)
         own = learn.dls if learn.accelerator is None else learn._plain_loaders
@@ -98,10 +98,10 @@ def loader_of(learn: Any, ds_idx: int, dl: Any, who: str) -> Any:
 
 
 def in_order(dl: Any) -> Any:
-    """Return `dl`, or a torch DataLoader like it that gives every row, in the order of the data.
+    """Return `dl`, or a torch DataLoader like it that yields every row in the order of the data.
 
-    A loader that shuffles is read in order, and so are the indices of a SubsetRandomSampler. Any
-    other sampler, and a batch sampler, says what to read and stays.
+    A loader that shuffles is read in order, and so are the indices of a SubsetRandomSampler. Other
+    samplers, and batch samplers, are kept.
     """
     if type(dl) is not DataLoader or dl.batch_size is None:
         return dl
