@@ -1,8 +1,8 @@
-"""The changes of a model's inputs that must not matter, one function for each kind.
+"""Change a model's inputs in ways that must not matter, with one function for each kind of change.
 
-Builds on `axes`. Two sorts of change exist. One replaces values and leaves all shapes, so that
-nothing may differ by one bit. The other changes the layout (a sample alone, no padding, one token
-at a time), so that kernels of other sizes run, and rounding may differ.
+Builds on `axes`. There are two sorts of change. One replaces values and keeps all shapes, so not
+one bit may differ. The other changes the layout (a sample alone, no padding, one token at a time),
+so kernels of other sizes run, and rounding may differ.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Decode = Callable[[nn.Module, Inputs, Any], Any]
 # The input that is changed, if it is called so; transformers' names.
 _MAIN = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
 _MAIN_OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
-_CACHES = ("past_key_values", "cache", "cache_params", "state")  # how models call it
-_ONE_BY_ONE = 16  # tokens at most: a longer check shows nothing more, and each is a forward
+_CACHES = ("past_key_values", "cache", "cache_params", "state")  # parameters that take a cache
+_ONE_BY_ONE = 16  # the most tokens given singly: each is a forward, and more would show nothing new
 
 
 @dataclass(frozen=True)
 class Step:
-    """One forward: its inputs, and pairs of a part of the unchanged run and the same part of it."""
+    """Holds the inputs of one forward, and pairs (part of the unchanged run, part of this run)."""
 
     inputs: Inputs
     size: Size
@@ -40,16 +40,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Change:
-    """A change that must not matter.
+    """Describes a change that must not matter.
 
     Attributes:
         words: what is changed, to be read after "with".
-        runs: each one forward, or several that go on from each other's state.
-        exact: whether shapes stay, so that no bit may differ.
-        needs: what an output must have along its axes to be judged: `"samples"`, `"positions"`,
-            `"either"` of the two; `""` if all of it is compared, whatever it has.
-        seed: the random state of the runs; None for that of the unchanged run.
-        decode: calls the model, in the place of a plain call.
+        runs: runs of one forward, or of several that continue from each other's state.
+        exact: whether all shapes are kept, so that no bit may differ.
+        needs: what the axes of an output must hold for it to be judged: `"samples"`, `"positions"`,
+            or `"either"` of the two; `""` if every output is compared as a whole.
+        seed: the random seed of the runs; None for the random state of the unchanged run.
+        decode: calls the model instead of a plain call.
     """
 
     words: str
@@ -61,10 +61,10 @@ class Change:
 
 
 class Given:
-    """The inputs of a model, the one that is changed, and which of their axes hold what.
+    """Holds the inputs of a model, which of them is changed, and what their axes hold.
 
     Attributes:
-        path: the place of the input that is changed, `main`, among the inputs.
+        path: the path, among the inputs, of `main`, the input that is changed.
         names: the names of all inputs, by path.
         size: the samples and positions of `main`.
     """
@@ -105,7 +105,7 @@ class Given:
         self.size = Size(lengths[self.batch_dim], seq if per_position else None)
 
     def _name(self, path: str) -> str:
-        """Return what the user calls an input: its parameter's name, or its last key."""
+        """Return the name of an input as the user knows it: its parameter's name or last key."""
         key, names = path.rstrip("]").rpartition("[")[2].strip("'\""), [*self.parameters]
         if path == f"[{key}]" and key.isdecimal() and int(key) < len(names):
             return names[int(key)]
@@ -148,9 +148,9 @@ class Given:
     def taken(
         self, samples: Tensor | None = None, positions: Tensor | None = None, upto: int = 0
     ) -> Inputs:
-        """Return the inputs of some samples and positions alone.
+        """Return the inputs cut to some samples and positions.
 
-        Masks keep all positions before `upto` along their last axis, if that is given.
+        If `upto` is given, masks keep all positions before it along their last axis.
         """
         paths = iter(self.names)
 
@@ -170,19 +170,19 @@ class Given:
         return taken
 
     def other_sizes(self) -> Iterator[tuple[Inputs, Size]]:
-        """Yield the inputs at other sizes; a model may refuse some. The last is the same size."""
+        """Yield the inputs at other sizes, which a model may refuse, and last at the same size."""
         n, seq = self.size
         more = torch.cat([torch.arange(n, device="cpu"), torch.tensor([n - 1], device="cpu")])
         shorter = () if seq is None else (seq - 2, seq - 1, seq // 2)
         for samples in (more, torch.arange(n, device="cpu")):
-            # an axis of all pairs must not stay as long as it is
+            # an axis of samples × positions has to change its length, or it would not be found
             lengths = [x for x in shorter if x > 1 and x * len(samples) != n * (seq or 0)]
             for length in [*lengths, seq]:
                 positions = None if length == seq else torch.arange(length or 0, device="cpu")
                 yield self.taken(samples, positions), Size(len(samples), length)
 
     def changed(self, keep: Tensor | None = None, seed: int = 1) -> Inputs:
-        """Return the inputs with other values in `main`, each one that occurs in it.
+        """Return the inputs with other values in `main`, all taken from `main` itself.
 
         Args:
             keep: what stays, (samples,) or (samples, positions) of bool; nothing by default.
@@ -203,8 +203,12 @@ class Given:
         return inputs
 
     def _other_values(self, seed: int) -> Tensor:
-        """Replace each value by a different one of the same feature, where there is one."""
-        dims = [self.batch_dim]  # features are what samples, and positions, have in common
+        """Replace each value by a different value of the same feature, if it has one.
+
+        The axes other than samples and positions number the features. In the sorted values of a
+        feature, the values equal to one's own are a range; a draw picks a value outside of it.
+        """
+        dims = [self.batch_dim]
         if self.size.seq is not None and self.seq_dim is not None:
             dims.append(self.seq_dim)
         front = [*range(len(dims))]
@@ -231,14 +235,14 @@ def _is_decoders(name: str) -> bool:
     return any(word in name for word in ("decoder", "tgt", "target"))
 
 
-# --- the kinds: each returns the inputs of the unchanged run, and the changes
+# --- one function for each kind, which returns the inputs of the unchanged run, and the changes
 
 
 def future(given: Given) -> tuple[Given, list[Change]]:
-    """Change what comes after a position.
+    """Change all values after a position.
 
-    Two positions side by side are tried: at least one of them is inside of a chunk, if the model
-    works by chunks of several positions.
+    Two neighbouring positions are tried: if the model works in chunks of positions, at least one of
+    them is inside a chunk.
     """
     n, seq = given.size.batch, given.size.seq or 0
     changes = []
@@ -252,7 +256,7 @@ def future(given: Given) -> tuple[Given, list[Change]]:
 
 
 def batch(given: Given) -> tuple[Given, list[Change]]:
-    """Change the other samples beside the first and the last one, and leave them out."""
+    """For the first and for the last sample, change the other samples, and leave them out."""
     given = _several(given)
     rows = torch.arange(given.size.batch, device="cpu")
     ends = rows[:1], rows[-1:]
@@ -273,7 +277,7 @@ def order(given: Given) -> tuple[Given, list[Change]]:
 
 
 def repeat(given: Given) -> tuple[Given, list[Change]]:
-    """Change nothing, and then the random state alone."""
+    """Change nothing, and then only the random state."""
     runs = [[Step(given.inputs, given.size)]]
     return given, [
         Change("the same inputs and random state again", runs, True, ""),
@@ -282,7 +286,7 @@ def repeat(given: Given) -> tuple[Given, list[Change]]:
 
 
 def padding(given: Given, padded: Any = None) -> tuple[Given, list[Change]]:
-    """Change what the padding holds, and leave it out."""
+    """Change the values in the padding, and leave the padding out."""
     real = ~_told(given, "padded", padded).bool() if padded is not None else _mask(given)
     fewest = [i for i in real.sum(1).argsort() if 0 < real[i].sum() < real.shape[1]]
     if not fewest:
@@ -323,7 +327,7 @@ def packing(given: Given, documents: Any = None) -> tuple[Given, list[Change]]:
 
 
 def cache(given: Given, decode: Decode | None = None) -> tuple[Given, list[Change]]:
-    """Give the last tokens one by one, each with what the model has kept of those before it."""
+    """Give the last tokens one by one, each with the cache of the tokens before it."""
     seq = given.size.seq or 0
     first = max(seq // 2, seq - _ONE_BY_ONE)
     steps = list[Step]()
@@ -346,7 +350,7 @@ def _with_others(given: Given, keep: Tensor, *regions: Region) -> list[Step]:
 
 
 def _alone(given: Given, row: Tensor, positions: Tensor | None = None) -> list[Step]:
-    """Return the step with one sample alone, or with some of its positions alone."""
+    """Return the step with only one sample, or only some of its positions."""
     count = None if positions is None else torch.arange(len(positions), device="cpu")
     size = Size(1, given.size.seq if count is None else len(count))
     pair = Region(row, positions), Region(torch.tensor([0], device="cpu"), count)
@@ -354,7 +358,7 @@ def _alone(given: Given, row: Tensor, positions: Tensor | None = None) -> list[S
 
 
 def _several(given: Given) -> Given:
-    """Return `given` with a second sample, if it has one alone."""
+    """Return `given` with a second sample if it has only one."""
     if given.size.batch > 1:
         return given
     other = dict(tree_leaves_with_path(given.changed()))[given.path]
@@ -364,7 +368,7 @@ def _several(given: Given) -> Given:
 
 
 def _told(given: Given, name: str, value: Any) -> Tensor:
-    """Return what is said of each position, (samples, positions) on the CPU."""
+    """Return `value` expanded to (samples, positions) on the CPU; raise if it does not fit."""
     t = torch.as_tensor(value, device="cpu").detach()
     shape = (given.size.batch, given.size.seq or 0)
     if t.shape not in (shape, shape[1:], (1, shape[1])):
@@ -375,11 +379,11 @@ def _told(given: Given, name: str, value: Any) -> Tensor:
 
 
 def _mask(given: Given) -> Tensor:
-    """Return what an input says about padding: true at real positions."""
+    """Find the input that masks padding; return it as bool, true at real positions."""
     for path, t in tree_leaves_with_path(given.inputs):
         name = given.names[path]
         if "mask" in name and tuple(t.shape) == given.size and path != given.path:
-            # `key_padding_mask` of PyTorch is true at padding, `attention_mask` at what is real
+            # PyTorch's `key_padding_mask` is true at padding, `attention_mask` at real positions
             return ~t.bool().cpu() if "padding_mask" in name else t.bool().cpu()
     raise ArgumentError(
         f'{WHO}(to="padding"): no input says where padding is. Give a padded batch with its mask, '
@@ -388,7 +392,7 @@ def _mask(given: Given) -> Tensor:
 
 
 def _documents(given: Given) -> Tensor:
-    """Return what an input says about documents: the number of each position's."""
+    """Find the input that tells documents apart; return the document's number at each position."""
     for path, t in tree_leaves_with_path(given.inputs):
         name = given.names[path]
         if any(word in name for word in ("document", "segment", "seq_idx", "doc_id")):

@@ -1,4 +1,4 @@
-"""One side of a comparison: what a model's modules were given and gave, or what a file has of them.
+"""Record one side of a comparison: inputs, outputs and gradients of modules, or a file of them.
 
 Builds on `first_difference` and `preserve_state`.
 """
@@ -44,12 +44,12 @@ class Key(NamedTuple):
 
 @dataclass
 class Side:
-    """Holds what the modules of one side were given and gave.
+    """Holds the inputs, outputs and gradients of the modules of one side.
 
     Attributes:
         modules: the recorded modules by name; none if the side is a file.
-        types: their classes by name, `""` where a file does not say them.
-        paths: for a module of whose results only some parts are meant, the paths of these parts.
+        types: their classes by name, `""` if a file does not have them.
+        paths: module → the paths of the parts of its output that are compared, if not all are.
         values: the tensors of each call, in the order in which the calls returned.
         tree: the calls of the run; empty if the side is a file.
         saved: True if the side is a file, which has outputs only.
@@ -65,13 +65,13 @@ class Side:
     last: bool = False
 
     def ran(self) -> list[str]:
-        """Return the names of the modules that gave something, in the order of their first call."""
+        """Return the names of the modules that have outputs, in the order of their first call."""
         gave = dict.fromkeys(key.call.name for key in self.values if key.what == "output")
         begun = dict.fromkeys(call.name for call in self.tree.begun)
         return [name for name in (begun or gave) if name in gave]
 
     def keep_last_calls(self) -> None:
-        """Keep the output of the last call of each module alone, as that of its first call."""
+        """Keep only the output of each module's last call, and store it as that of call 0."""
         every, self.values = self.values, {}
         for key, parts in every.items():
             if key.what == "output":
@@ -87,16 +87,16 @@ def run(
     grads: bool = False,
     loss: Callable[[Any], Any] | None = None,
 ) -> None:
-    """Run `model` once, and add to `side` what its modules are given and give.
+    """Run `model` once, and add the inputs and outputs of its modules to `side`.
 
-    The model, the random states and the inputs are as before afterwards.
+    The model, the random states and the inputs are restored.
 
     Args:
         model: as the user calls it; compiled parts run eagerly.
         side: its `modules` are recorded.
         inputs: for the model.
         grads: whether gradients are added too.
-        loss: gives the number that is differentiated from the output; None for its sum.
+        loss: returns the number to differentiate, from the output; None for the output's sum.
     """
     edges = dict[Call, list[tuple[str, Any]]]()  # of the outputs that have a gradient
 
@@ -134,7 +134,7 @@ def _copied(parts: Parts) -> Parts:
 
 
 def _scalar(loss: Callable[[Any], Any] | None, out: Any) -> Tensor:
-    """Return what `loss` gives for a model's output; without it the sum of all floats in that."""
+    """Return `loss(out)`; without `loss`, the sum of all floats in `out` that need a gradient."""
     floats = [t for t in tree_leaves(out) if t.is_floating_point() and t.requires_grad]
     value = sum(t.sum().to(floats[0]) for t in floats) if loss is None else loss(out)
     if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:
@@ -172,7 +172,7 @@ def _differentiate(loss: Tensor, edges: dict[Call, list[tuple[str, Any]]], side:
 
 
 def own_params(m: nn.Module, others: Collection[int]) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of `m` and of what it holds, but not of modules with an id in `others`.
+    """Return the parameters of `m` and its children, without modules whose id is in `others`.
 
     So the parameters of a ParameterList inside `m` are among them.
     """
@@ -189,10 +189,10 @@ def float_dtype(m: nn.Module) -> torch.dtype | None:
 
 
 def fitted(inputs: Inputs, a: Any, b: nn.Module) -> Inputs:
-    """Return `inputs` on the device of `b`, and those of the dtype of `a` in the dtype of `b`.
+    """Return `inputs` on the device of `b`; cast inputs of the dtype of `a` to the dtype of `b`.
 
-    The dtype is that of the first floating point parameter; `a` has none where it is a file. Finite
-    values stay finite: an attention mask holds the lowest value of its dtype.
+    The dtype of a model is that of its first floating point parameter; a file has none. Finite
+    values stay finite, because an attention mask may hold the lowest value of its dtype.
     """
     new = next((p for p in b.parameters() if p.is_floating_point()), None)
     if new is None:
@@ -212,7 +212,7 @@ def fitted(inputs: Inputs, a: Any, b: nn.Module) -> Inputs:
 
 
 def read(path: str | Path) -> Side:
-    """Read the outputs in a file that `Hooks.save` wrote, containers after what is inside them.
+    """Read the outputs in a file that `Hooks.save` wrote, inner modules before their containers.
 
     Raises:
         OptionError: the file is missing, damaged, of another writer, or has no outputs.
@@ -248,7 +248,7 @@ def read(path: str | Path) -> Side:
 
 
 def _inside_out(keys: list[Key]) -> list[Key]:
-    """Return `keys` in their order, but a container's after those of what is inside it."""
+    """Return `keys` in their order, but containers after the modules inside them."""
     last: dict[str, int] = {}
     for i, key in enumerate(keys):
         parts = key.call.name.split(".") if key.call.name else []
