@@ -43,9 +43,9 @@ hookkit.fastai has fastai's names, hookkit.errors the errors, hookkit.testing sm
 # `__all__`: `help(hookkit)` would print all of it, and it is to stop after the map.
 
 from importlib import import_module as _import_module
-from importlib.metadata import version as _version
 from types import ModuleType as _ModuleType
 
+from ._core import __version__ as __version__
 from .callbacks import (
     Callback as Callback,
     CSVLogger as CSVLogger,
@@ -171,8 +171,6 @@ from .records import Record as Record, Run as Run
 from .training import Learner as Learner, Watcher as Watcher, watch as watch
 from .training.data import DataLoaders as DataLoaders
 from .training.live import ShowHealth as ShowHealth
-
-__version__ = _version("hookkit")
 
 _NAMES = [
     "ActivationStats",

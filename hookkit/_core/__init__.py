@@ -13,3 +13,10 @@ graph        The autograd graph behind a tensor.
 random_state The random states of the process and of loaders: saved, restored.
 batches      Batches and loaders: the inputs in a batch, moved to a device.
 """
+
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("hookkit")
+except PackageNotFoundError:  # imported from a folder that pip has not installed
+    __version__ = "unknown"

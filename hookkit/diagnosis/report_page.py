@@ -11,7 +11,6 @@ import platform
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from html import escape
-from importlib.metadata import version
 from io import BytesIO
 from operator import methodcaller
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hookkit._core import __version__
 from hookkit._core.checks import check_path
 from hookkit._core.files import atomic_write
 from hookkit._core.html import STYLE, details, table, terms
@@ -84,7 +84,7 @@ def report(
     head = list(dict.fromkeys(key for row in record.valid for key in row))
     cells = [[_cell(row.get(key)) for key in head] for row in record.valid]
     python = platform.python_version()
-    facts = {"hookkit": version("hookkit"), "torch": torch.__version__, "Python": python}
+    facts = {"hookkit": __version__, "torch": torch.__version__, "Python": python}
     for name, fact in record.info.items():
         if isinstance(fact, (str, bool, int, float)):
             facts.setdefault(name.replace("_", " "), _cell(fact))

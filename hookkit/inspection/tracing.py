@@ -216,12 +216,12 @@ def _holders(mode: Any) -> list[Any]:
     tell who holds a tensor after `gc.freeze()`; then the tensors themselves are returned.
     """
     gc.collect()  # some may wait in a reference cycle
-    fakes: list[Any] = [
+    fakes: tuple[Any, ...] = tuple(
         x
         for x in gc.get_objects()
         if issubclass(type(x), Tensor) and getattr(x, "fake_mode", None) is mode
-    ]
+    )
     if not fakes or gc.get_freeze_count():
-        return fakes
-    found = gc.get_referrers(*fakes)
+        return [*fakes]
+    found = gc.get_referrers(*fakes)  # `fakes` itself is among them from Python 3.12 on
     return [x for x in found if x is not fakes and type(x) not in (FrameType, Saved)]
