@@ -89,8 +89,7 @@ def below_zero(run: View) -> Iterator[Finding]:
 def no_step(run: View) -> Iterator[Finding]:
     """Find training batches without any optimizer step."""
     n, (lost, of) = run.info.get("train_iter", 0), run.info.get("nan_losses") or (0, 1)
-    # A GradScaler skips steps if the loss is NaN, so few losses may be; fewer than 3 batches may be
-    # gradient accumulation.
+    # not if most losses are NaN, whose steps a GradScaler skips; few batches may accumulate
     if run.info.get("no_step") and n >= 3 and 2 * lost <= of:
         what = f"{n} training batches, no step, and weights that stay as they were"
         cause = "optimizer.step() is never called, what steps is not what watch was given, or a "

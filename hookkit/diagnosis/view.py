@@ -92,10 +92,7 @@ class View:
 
     @cached_property
     def pretrained(self) -> bool:
-        """Return whether the weights were trained before: new ones have constant biases of norms.
-
-        A first loss far below the loss of guessing shows it, too.
-        """
+        """Return whether the weights were trained: norms' biases vary, or the loss begins low."""
         chance = np.log(self.info.get("n_classes") or 1)
         if len(self.losses) and self.losses[0] < 0.5 * chance:
             return True

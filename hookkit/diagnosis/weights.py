@@ -16,8 +16,7 @@ from hookkit.records import Record
 def not_in_optimizer(run: View) -> Iterator[Finding]:
     """Find trainable parameters that never move and are in no optimizer that steps.
 
-    If they are the first layers of a model that learns well, it is a note: the user may have frozen
-    them in this way.
+    It is a note for the first layers of a model that learns well: they may be frozen on purpose.
     """
     p = run.params
     left = _never_moved(p) & ~_in_optimizer(p)

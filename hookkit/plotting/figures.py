@@ -212,7 +212,7 @@ def mark_broken(ax: Any, edges: Floats, broken: Any) -> None:
 
 
 def fit_scale(ax: Any, values: Floats, ratio: float = 100) -> None:
-    """Set a log scale if positive `values` span more than `ratio`; a signed one for outliers.
+    """Set a log scale if positive `values` span more than `ratio`; symlog if others have outliers.
 
     An outlier is `ratio` times as large as the 75th percentile of the absolute values.
     """

@@ -114,7 +114,6 @@ def plot_density(record: Any, step: int | None = None, *, ax: Any = None) -> Axe
 
 
 def _check_hist(record: Record) -> Any:
-    """Return the histograms; raise an OptionError if there are none."""
     if record.hist is None:
         raise OptionError("no histograms were recorded. Record with `with_hist=True`.")
     return record.hist

@@ -61,10 +61,7 @@ class LayerHooks(Switch):
     def attach_output_stats(
         self, module: nn.Module, row: int, path: str, function: Function | None
     ) -> None:
-        """Record the tensors in a layer's output, or in its part at `path`.
-
-        With a `function`, record what the user's `function(m, i, o)` returns instead.
-        """
+        """Record a layer's output, or its part at `path`; or what `function(m, i, o)` returns."""
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self.late and not _makes_loss(output):
@@ -100,7 +97,7 @@ class LayerHooks(Switch):
     ) -> None:
         """Record the gradients of a layer's output, or of its part at `path`.
 
-        With a `function`, record what the user's `function(m, grad_inputs, grad_outputs)` returns.
+        With a `function`, record what `function(m, grad_inputs, grad_outputs)` returns instead.
         """
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -194,10 +191,7 @@ def _engine_call(frame: Any) -> Any:
 
 
 def _is_new(output: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether the call made `output` as a new tensor, which can take a hook directly.
-
-    An input that is returned, a view, or a tensor subclass needs `listen_output`.
-    """
+    """Return whether the call made `output` as a new tensor: others need `listen_output`."""
     made = type(output) is Tensor and output.grad_fn is not None and output._base is None
     return made and not kwargs and all(type(x) is Tensor and x is not output for x in args)
 

@@ -78,8 +78,7 @@ class LayerStats(StepRecorder, HookCallback):
     def _register(self, named: Any) -> None:
         hooks, running = self.hooks, self.running
         hooks.thread, hooks.target = get_ident(), running
-        # Compiled graphs check the thread as they run. Not for gradients: autograd may compute them
-        # in threads of its own.
+        # compiled graphs check the thread as they run; autograd may have threads of its own
         running.thread = hooks.thread if self.is_forward else None
         attach = hooks.attach_output_stats if self.is_forward else hooks.attach_gradient_stats
         for name, module, path in named:
@@ -185,7 +184,7 @@ class LayerStats(StepRecorder, HookCallback):
         return record.layer(layer)
 
     def layer_stats(self, layer: int | str) -> L:
-        """Return an `L` of three: the means, stds and fractions near zero of a layer by record."""
+        """Return an `L` of three: means, stds and fractions near zero of a layer, by record."""
         record, row = self.record(), self._row_of(layer)
         return L(L(record.value(s, row).tolist()) for s in ("mean", "std", "near_zero"))
 

@@ -447,10 +447,7 @@ def _send(entries: Entries, bins: Any) -> Callable[[], Entries]:
 
 
 def _send_from(entries: list[Entry], bins: Any) -> Callable[[], Tensor]:
-    """Begin to copy the entries of one device to the host, in one tensor; return the wait function.
-
-    The tensor has all rows, then all counts, all units' `alive`, and all `saturated`.
-    """
+    """Begin to copy entries as one tensor (rows, counts, alive, saturated); return `wait`."""
     device = entries[0].row.device
     with torch.inference_mode(False), torch.no_grad():
         rows = torch.stack([entry.row for entry in entries])

@@ -180,11 +180,7 @@ class StepRecorder(Reportable, Callback):
 
 
 def from_all_ranks(kind: str, own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the `own` of every rank, in order of ranks. Collective.
-
-    Raises:
-        HookError: on every rank, if kind, steps or options differ.
-    """
+    """Return every rank's `own`, in order; raise a HookError on all ranks if they do not fit."""
     every: list[dict[str, Any]] = ranks.gather_object({"kind": kind, **own})
     for i, other in enumerate(every):
         for what in ("kind", "steps", "options"):

@@ -152,10 +152,7 @@ def writer_of(who: str, target: Any) -> Callable[[int, dict[str, float]], None]:
 
 
 def _takes(method: Any, args: tuple[Any, ...], kwargs: dict[str, int]) -> bool:
-    """Return whether the signature of `method` accepts the arguments.
-
-    A `log` method alone proves nothing: loggers and tensors have one, too.
-    """
+    """Return whether the signature of `method` fits: loggers and tensors also have a `log`."""
     try:
         # before `wandb.init`, `wandb.log` wraps an unbound method: its signature would have `self`
         inspect.signature(method, follow_wrapped=False).bind(*args, **kwargs)

@@ -346,9 +346,7 @@ class WatchedLoop(Loop):
             self._end_pause()
         known = opt in self.opts
         joins = bool(self._last_opts) and not (self.state in TRAINING or closure or known)
-        # A new optimizer replaces known ones if it, and the others of this step, hold all of their
-        # parameters: the user has made the optimizer again.
-        if not known:
+        if not known:  # it replaces known ones whose parameters are all in this step's optimizers
             step = [opt, *(self._last_opts if joins else self._stepped)]
             held = ids_of(step)
             self.opts = [o for o in self.opts if o in step or not ids_of([o]) <= held] + [opt]
@@ -512,8 +510,7 @@ class WatchedLoop(Loop):
 
 
 _ITEMS_OF_STEP = "num_items_in_batch"
-"""transformers' Trainer passes this to a model, which then divides its loss by the items of the
-whole step: the step's loss is the sum of its batches' losses."""
+"""transformers' Trainer passes this, so that a model divides its loss by the items of the step."""
 
 
 class LoopHooks:
@@ -557,8 +554,7 @@ class LoopHooks:
         self.loop = loop
         for module in wrappers(self.outer):
             check_hookable(module, "watch")
-            # `prepend`: the batch begins before the user's own hooks run; `always_call`: also after
-            # a forward that raised
+            # prepend: the batch begins before the user's hooks; always_call: also after an error
             self._handles.append(attach(module, self._before, pre=True, prepend=True))
             self._handles.append(attach(module, self._after, always_call=True))
         if not self.root_ran:
@@ -623,8 +619,7 @@ class LoopHooks:
             return
         self._depth -= 1
         if not self._depth:
-            # the forward raised if an exception is being handled that was not there before it
-            failed = sys.exception() is not self._error
+            failed = sys.exception() is not self._error  # a new exception: the forward raised it
             shared = kwargs.get(_ITEMS_OF_STEP) is not None
             self.loop.end_forward(output, failed, shared)
 
@@ -662,10 +657,7 @@ class LoopHooks:
         return (args[0], closure, *args[2:]), kwargs
 
     def _reporting(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `closure`, wrapped so that its first evaluation begins the update.
-
-        PyTorch has no hook between the closure and the update.
-        """
+        """Return `closure`, wrapped: after its first call the update begins, which has no hook."""
         first = True
 
         @wraps(closure)
