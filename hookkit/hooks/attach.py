@@ -27,19 +27,19 @@ from hookkit.hooks.calls import is_compiling
 
 
 class Switch:
-    """Holds whether the hooks that share it are on. A compiled graph guards on this alone."""
+    """Holds whether the hooks that share it are on; a compiled graph guards only on `on`."""
 
     def __init__(self, on: bool = True) -> None:
         self.on = on
 
 
 class AttachedFunction:
-    """Registered on a module by `attach`: calls `fn` while `switch` is on. Copies do nothing.
+    """Calls `fn` while `switch` is on; `attach` registers it on a module. Copies do nothing.
 
     Attributes:
         fn: called with the module and PyTorch's arguments; None in a copy or a pickle.
-        edit: the result of `fn` replaces the output (or the inputs). Otherwise it is ignored.
-        observes: the model computes the same without it.
+        edit: whether the result of `fn` replaces the output (or the inputs), or is ignored.
+        observes: whether the model computes the same without it.
         n_seen: how many arguments PyTorch passes after the module.
     """
 
@@ -58,7 +58,7 @@ class AttachedFunction:
 
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
         """Call `fn`, and return its result if it is to replace something."""
-        # PyTorch calls a hook that was removed during this same call once more
+        # PyTorch still calls a hook that was removed while this call was running
         fn = self.fn
         if fn is None or not self.switch.on:
             return None
@@ -112,7 +112,7 @@ def attach(
 ) -> RemovableHandle:
     """Call `fn(module, args, kwargs, output)` at each forward of `module`; return PyTorch's handle.
 
-    This is the bare mechanism for recorders: nothing is stored, detached, counted or left out. The
+    This is the bare mechanism for recorders: nothing is stored, detached, counted or skipped. The
     module holds `fn` strongly, the handle holds the module weakly; deepcopies and pickles of the
     module do not call `fn`. `torch.compile(fullgraph=True)` traces the hook if it can trace `fn`,
     when it is attached before the first call.
@@ -120,13 +120,13 @@ def attach(
     Args:
         module: any module that is not scripted.
         fn: gets the positional inputs as a tuple, the keyword inputs as a dict, and the output.
-        pre: calls `fn(module, args, kwargs)` before the forward instead.
-        prepend: before the hooks that are there, instead of after them.
-        always_call: also after a forward that raised; `output` is then None. Not for `pre`.
+        pre: call `fn(module, args, kwargs)` before the forward instead.
+        prepend: run before the hooks that the module has, instead of after them.
+        always_call: also run after a forward that raised; `output` is then None. Not for `pre`.
         edit: the result of `fn` (unless None) replaces the output; with `pre`, it is the pair
             `(args, kwargs)`. Without it the result is ignored.
-        backward: calls `fn(module, grad_inputs, grad_outputs)`, by PyTorch's full backward hook.
-        observes: an `edit` returns the same values: views, or tensors with hooks.
+        backward: call `fn(module, grad_inputs, grad_outputs)`, by PyTorch's full backward hook.
+        observes: the `edit` returns equal values (views, or tensors with hooks).
         switch: `fn` is called only while it is on; one switch can serve many hooks.
 
     Raises:
@@ -195,7 +195,7 @@ def call_with_note(fn: Callable[..., Any], module: nn.Module, *seen: Any) -> Any
 
 
 def add_hook_note(e: Exception, fn: Callable[..., Any], label: str) -> None:
-    """Note on `e` which hook raised it, on which module, unless the hook is hookkit's own."""
+    """Add a note to `e`, which hook on which module raised it, unless the hook is hookkit's own."""
     while type(fn).__module__.startswith("hookkit.") and hasattr(fn, "f"):
         fn = fn.f  # the user's own function inside
     if is_compiling() or str(getattr(fn, "__module__", "")).startswith("hookkit."):

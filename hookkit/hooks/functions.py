@@ -1,8 +1,8 @@
-"""Hooks on calls of torch functions, for values that no module returns: attention, a softmax.
+"""Hook calls of torch functions, for values that no module returns: attention, a softmax.
 
 A `TorchFunctionMode` sees each call of a torch function in its thread while it is on. A wanted call
 runs under a `Hook`, which stores, edits and takes gradients as on a module. The module that made
-the call is read from the stack. Functions are compared by name without underscores, so that all
+the call is found on the call stack. Functions are compared by name without underscores, so that all
 forms are one function: `F.relu`, `torch.relu_`, `x.relu`; `+` is `add`.
 """
 
@@ -38,7 +38,7 @@ from hookkit.hooks.selection import select
 
 Within = nn.Module | Modules | None
 Caller = tuple[str, nn.Module | None] | None
-# Python functions inside which calls count: in `backward` a checkpoint runs the model again.
+# Python functions of torch whose inner calls count: a checkpoint runs the model in `backward`.
 _OPEN = frozenset(("backward", "grad", "multi_head_attention_forward"))
 # modules of torch whose functions are written in Python and dispatch to modes themselves
 _FUNCTIONS = frozenset(
@@ -72,12 +72,12 @@ def writes_in_place(name: str) -> bool:
 
 
 class FunctionCall:
-    """Stands for a module where a torch function is called: its hook is called with it.
+    """Stands for a call of a torch function, and is given to its hook in place of a module.
 
     Attributes:
-        name: of the call: `blocks.3.attn/softmax:0`.
+        name: the name of the call: `blocks.3.attn/softmax:0`.
         function: the torch function that was called.
-        owner: the module of `within` that called it; None without.
+        owner: the module of `within` that called it; None without `within`.
     """
 
     __slots__ = ("__weakref__", "function", "hook", "name", "owner")
@@ -85,7 +85,7 @@ class FunctionCall:
     def __init__(self, name: str, owner: nn.Module | None, scope: HookScope, path: str) -> None:
         self.name, self.function, self.owner = name, None, owner
         self.hook = hook_of(self, scope, name, path)
-        self.hook.registered = True  # by this
+        self.hook.registered = True  # `run` calls it
 
     def run(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Call the function under the hook, as PyTorch calls a module; return its result."""
@@ -107,16 +107,16 @@ class FunctionCall:
 class FunctionHooks(Hooks, TorchFunctionMode):
     """Holds a `Hook` for each call of a torch function, in the order of the calls.
 
-    Made by `hook_function` and `edit_function`; `Hooks` in all that reads. It is on inside its
-    `with` only; entering it again begins with no calls.
+    `hook_function` and `edit_function` make it. It is read as `Hooks` are. It is on inside its
+    `with` only, and entering it again begins with no calls.
 
     Attributes:
-        numbered: each call has its own hook, named with the number of the call in its module; if
-            False, all calls in one module share a hook.
+        numbered: whether each call has its own hook, named with the number of the call in its
+            module. If not, all calls in one module share a hook.
     """
 
     path = ""  # of the part of the inputs or the output that hooks see
-    quiet = False  # no warning if the function was never called
+    quiet = False  # True: do not warn if the function was never called
 
     def __init__(self, f: Any, within: Within, options: HookOptions, numbered: bool = True) -> None:
         TorchFunctionMode.__init__(self)
@@ -130,14 +130,14 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         self._clear()
 
     def _clear(self) -> None:
-        """Begin anew: no calls yet, and this thread is the one that makes them."""
+        """Discard all calls; from now on count the calls of this thread."""
         self.hooks, self.calls, self.thread = [], dict[str, FunctionCall](), get_ident()
         self.counts, self.heads = Counter[str](), dict[str, int]()
-        # For each module that ran inside one of `within`: the callers found while it ran.
+        # module that ran inside one of `within` → what `_caller` returned while it ran
         self.inside = WeakKeyDictionary[nn.Module, set[Caller]]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func` in PyTorch's place, under a hook if wanted. The mode is off then."""
+        """Run `func` for PyTorch, under a hook if it is wanted. The mode is off meanwhile."""
         kwargs, name = kwargs or {}, plain_name(func)
         if name in self.wanted and self.scope.on and not _called_by_hookkit():
             return self._run_hooked(func, name, args, kwargs)
@@ -147,7 +147,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _run_hooked(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Call `func` under its hook, or without one where the call does not count."""
+        """Call `func` under its hook, or without one if the call does not count."""
         caller = self._caller()
         if caller is None:
             return func(*args, **kwargs)
@@ -173,9 +173,9 @@ class FunctionHooks(Hooks, TorchFunctionMode):
             TorchFunctionMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
 
     def _caller(self) -> Caller:
-        """Return the innermost running module of `within`, with its name; None: no call counts.
+        """Return the innermost running module of `within` and its name; None if the call is skipped.
 
-        Calls that a checkpoint runs again count for edits alone.
+        Calls that a checkpoint runs again count only for edits.
         """
         again = call_kind() == "recomputed"
         if again and not self.options.edit:
@@ -196,10 +196,10 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         return caller
 
     def _caller_before(self, inside: list[nn.Module]) -> Caller:
-        """Return the module of `within` that made, in the forward, the call that is repeated now.
+        """Return the caller that made, in the forward, the call that a checkpoint repeats now.
 
-        A checkpoint inside a module of `within` runs only the modules `inside` it again. One of
-        these tells the caller, if it was run by a single module of `within` in the forward.
+        A checkpoint inside a module of `within` runs only the modules `inside` it again, so that
+        module is not on the stack. A module of `inside` that had one caller in the forward tells.
         """
         seen = [self.inside[module] for module in inside if module in self.inside]
         for callers in seen:
@@ -214,7 +214,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         )
 
     def _function_call(self, name: str, caller: str, owner: nn.Module | None) -> FunctionCall:
-        """Return the `FunctionCall` of this name, a new one unless it was called before."""
+        """Return the `FunctionCall` of this name; make it at the first call."""
         full = f"{caller}/{name}" if caller else name
         if self.numbered:
             n = self.counts[full]
@@ -244,12 +244,12 @@ class FunctionHooks(Hooks, TorchFunctionMode):
         return not (self.scope.depth and self.scope.on)
 
     def register(self) -> None:
-        """Turn it on again after `remove()`, inside of its `with`."""
+        """Turn the hooks on again after `remove()`, inside of their `with`."""
         self.scope.register(())  # raises outside of the `with`
         self._turn(True)
 
     def remove(self) -> None:
-        """Turn it off, until `register()` or the next `with`; stored values stay."""
+        """Turn the hooks off until `register()` or the next `with`; stored values stay."""
         self._turn(False)
 
     def _turn(self, on: bool) -> None:
@@ -341,7 +341,7 @@ def _called_by_hookkit() -> bool:
 
 
 def _check_is_torchs(who: str, f: Any) -> None:
-    """Raise unless `f` is a function of torch, as far as its module tells."""
+    """Raise if the module of `f` shows that it is no function of torch."""
     home = (getattr(f, "__module__", None) or "torch").partition(".")[0]
     if callable(f) and not isinstance(f, (nn.Module, type)) and plain_name(f) and home == "torch":
         return
@@ -354,15 +354,15 @@ def _check_is_torchs(who: str, f: Any) -> None:
 
 
 def modules_inside(model: nn.Module, who: str) -> dict[str, nn.Module]:
-    """Return the modules of `model` that run Python hooks, by name, and the model itself as ""."""
+    """Return the modules of `model` that run Python hooks by name, with the model itself as ""."""
     found = {"": unwrap(check_module(who, model)), **select(model)}
     return {name: m for name, m in found.items() if not isinstance(m, torch.jit.ScriptModule)}
 
 
 def _names_of(within: Any, who: str) -> tuple[dict[int, str], bool]:
-    """Return the names of the modules in `within` by their ids, and whether names are positions.
+    """Return id → name of the modules in `within`, and whether the names are positions.
 
-    One module stands for all that are in it.
+    A single module stands for itself and all modules inside it.
     """
     if isinstance(within, nn.Module):
         within = modules_inside(within, who)
@@ -392,7 +392,7 @@ def hook_function(
     keep: str = "all",
     clone: bool = True,
 ) -> FunctionHooks:
-    """Store the result of each call of the torch function `f`, for the time of a `with`.
+    """Store the result of each call of the torch function `f`, inside a `with`.
 
     Use it for values that no module returns: `F.scaled_dot_product_attention`, a residual `+`,
     `x.softmax(-1)`. Each call has a `Hook` of its own, named by the module that made it, the
@@ -407,16 +407,16 @@ def hook_function(
     `torch.remainder`).
 
     Compiled models run eagerly in the block, other threads are not seen, and PyTorch's fused
-    `nn.TransformerEncoderLayer` is off. Of blocks inside each other the innermost is nearest to the
-    caller: it sees what an edit around it gave. Calls that a checkpoint repeats are not stored.
+    `nn.TransformerEncoderLayer` is off. With nested blocks, the innermost is nearest to the caller,
+    so it sees the result of an edit around it. Calls that a checkpoint repeats are not stored.
 
     Args:
         f: a function of torch, a method of `torch.Tensor`, or an operator of `torch.ops`.
-        within: counts calls made while one of these modules runs, and names them by the innermost:
-            one module (all modules in it), or several, as `select` gives them. None counts every
-            call in the block, without a module's name.
+        within: count only calls made while one of these modules runs, and name them by the
+            innermost: one module (all modules in it), or several, as `select` gives them. None
+            counts every call in the block, without a module's name.
         detach, cpu, grad, gather, clone: as for `hook_output`.
-        inputs: stores the inputs of the function, as `Inputs`, or the gradients of the inputs.
+        inputs: store the inputs of the function, as `Inputs`, or the gradients of the inputs.
         hook: `hook(call, inputs, output)`, or of one argument; its result is stored in place of the
             output (with `inputs=True`: `hook(call, inputs)`); `call.function` is the function.
         keep: `"all"` calls; the `"last"` call of each module, in one hook without a number

@@ -1,10 +1,9 @@
-"""Gradients of outputs and inputs, by tensor hooks that are set while the forward runs.
+"""Receive the gradients of outputs and inputs, by tensor hooks that are set in the forward.
 
 PyTorch's backward hooks of modules refuse in-place operations and see no dicts; a hook on the
-tensor itself is right in these cases too. It receives the gradient of all uses of the tensor, as
-`retain_grad()` does. Some tensors are used elsewhere too: an input that the module returns, a
-parameter, a tensor that is returned twice. In place of such a tensor the hook returns a view, which
-has a gradient of its own.
+tensor itself handles both. It receives the gradient of all uses of the tensor, as `retain_grad()`
+does. But some tensors have other uses too: an input that the module returns, a parameter, a tensor
+that is returned twice. The hook replaces such a tensor by a view, which has its own gradient.
 
 The autograd graph keeps `receive` alive, so `receive` must not reference tensors of the graph, or
 nothing is freed.
@@ -36,10 +35,10 @@ def listen_output(
     """Call `receive` with the gradient of each tensor in `output`; for use in a forward hook.
 
     Args:
-        edits: the results of `receive` replace the gradients.
+        edits: whether the results of `receive` replace the gradients.
 
     Returns:
-        The result of the hook: None, or the output with views in place of some tensors.
+        What the forward hook has to return: None, or the output with views for some tensors.
     """
     if not torch.is_grad_enabled():
         return None
@@ -50,11 +49,11 @@ def listen_output(
 
 
 def listen_inputs(module: nn.Module, inputs: Inputs, part: Any, receive: Receive) -> Any:
-    """Call `receive` with the gradient of each tensor in `part`, of the inputs; in a pre-hook.
+    """Call `receive` with the gradient of each tensor in `part` of the inputs; for a pre-hook.
 
     Returns:
-        `part`, each tensor as a view of its own. Not exchanged are the tensors of a module that
-        works in place, and those in a list or dict, which the module may change for its caller.
+        `part` with a view for each tensor. The tensors of a module that works in place are not
+        replaced, nor those in a list or dict, which the module may change for its caller.
     """
     others = () if getattr(module, "inplace", False) else inputs
     may_change = isinstance(module, nn.Module)  # torch's functions change none
@@ -68,14 +67,14 @@ def _listen(
     free: list[bool],
     base_of: Callable[[Tensor], Tensor | None] = lambda t: None,
 ) -> Any:
-    """Return `x` with a hook on each tensor, and views of those without a gradient of their own.
+    """Hook each tensor of `x`; return `x` with views for tensors that have other uses too.
 
     Args:
-        others: structure of tensors; one that is also in `x` gets a view.
-        free: for each tensor whether it can be exchanged.
+        others: structure of tensors; a tensor that is also in `x` is replaced by a view.
+        free: for each tensor of `x` whether a view may replace it.
         base_of: returns the tensor that also has to be hooked, or None.
     """
-    # by identity, as a graph of torch.compile would be guarded by ids
+    # compared with `is`: a set of ids would make torch.compile guard its graph by the ids
     own, known = tree_leaves(x), tree_leaves(others)
     numbers = iter(range(len(own)))
 
@@ -96,7 +95,7 @@ def _listen(
 
 
 def _exchangeable(x: Any, is_users: Callable[[Any], bool]) -> list[bool]:
-    """Return for each tensor in `x` whether a view may replace it: not in a user's list or dict.
+    """Return for each tensor in `x` whether a view may replace it: not in the caller's containers.
 
     Args:
         is_users: returns True for a list, a dict or an object that belongs to the caller.
@@ -109,7 +108,7 @@ def _exchangeable(x: Any, is_users: Callable[[Any], bool]) -> list[bool]:
 
 
 def _base_of(module: nn.Module, edits: bool, t: Tensor) -> Tensor | None:
-    """Return the tensor that gets the gradient of the output `t` if `t` is written in place."""
+    """Return the base of view `t` whose gradient counts after an in-place write to `t`, or None."""
     if torch.compiler.is_compiling() or t.layout is not torch.strided or t.is_nested:
         return None
     # Private: `Tensor._base`, the tensor that a view is of (since before 2.0). There is no public
@@ -117,11 +116,11 @@ def _base_of(module: nn.Module, edits: bool, t: Tensor) -> Tensor | None:
     base = t._base
     if base is None or base.grad_fn is None:
         return None
-    # A Linear on three dimensions gives a view of its matrix product, which has no other use.
+    # A Linear on three dimensions returns a view of its matrix product, which has no other use.
     if type(module) is nn.Linear and base.numel() == t.numel():
         return base if base.is_contiguous() and t.is_contiguous() else None
-    # The same tensor once more, as handed on here or by a hook on a module inside. It may have
-    # other uses, whose gradient an edit must not change.
+    # `t` may be a view that this file, or a hook on a module inside, has put in place of `base`.
+    # `base` may have other uses, whose gradient an edit must not change.
     same = base.shape == t.shape and base.stride() == t.stride()
     made: Any = t.grad_fn
     direct = same and any(node is base.grad_fn for node, _ in made.next_functions)
@@ -129,7 +128,7 @@ def _base_of(module: nn.Module, edits: bool, t: Tensor) -> Tensor | None:
 
 
 def _listen_to_both(t: Tensor, base: Tensor, receive: Callable[[Tensor], Any]) -> None:
-    """Call `receive` with the gradient of `t`, a view of `base`; if none arrives, that of `base`.
+    """Call `receive` with the gradient of `t`, a view of `base`; if none arrives, with `base`'s.
 
     An in-place operation on a view takes its hooks out of the graph, and leaves those of its base.
     """
