@@ -1,4 +1,4 @@
-"""Hooks on attention patterns, which fused attention never computes.
+"""Hook attention patterns, which fused attention never computes.
 
 If a model calls `F.scaled_dot_product_attention`, the pattern is computed from the arguments, and
 the fused result is kept unless an edit returned another pattern. If attention is written out, the
@@ -27,7 +27,7 @@ from hookkit.errors import HookError
 from hookkit.hooks.functions import FunctionHooks, Within, call_outer, plain_name, running_modules
 from hookkit.hooks.options import HookOptions
 
-_thread = local()  # .seen: the pattern of the fused call that runs now was shown to all blocks
+_thread = local()  # .seen: all blocks have seen the pattern of the fused call that is running
 
 
 def hook_attention(
@@ -39,25 +39,26 @@ def hook_attention(
     hook: Callable[..., Any] | None = None,
     keep: str = "all",
 ) -> FunctionHooks:
-    """Store the attention pattern of each attention in `within`, for the time of a `with`.
+    """Store the attention pattern of each attention in `within`, inside a `with`.
 
     Attention is `F.scaled_dot_product_attention`, fused or not; `nn.MultiheadAttention`, also in an
     encoder layer; and any softmax over the last of four dimensions, as eager attention has it. If a
     model has such a softmax that is no attention, name the attention layers in `within`. Masks, the
-    causal mask, scale, groups of heads and caches are those of the call; dropout is left out. With
-    an attention sink (gpt-oss) the last column is the sink's.
-    The run is not changed, and fused attention stays fused; only that of `nn.TransformerEncoder`
-    in evaluation mode runs layer by layer, so that padded positions have values in place of 0.
-    Memory: all patterns, unless `keep` says otherwise.
+    causal mask, scale, groups of heads and caches are those of the call; dropout is not applied.
+    With an attention sink (gpt-oss) the last column is the sink's.
+
+    The run is not changed, and fused attention stays fused. Only `nn.TransformerEncoder` in
+    evaluation mode runs layer by layer, so that padded positions have values in place of 0. Memory:
+    all patterns, unless `keep` says otherwise.
 
     Not seen: `flex_attention`, a softmax over three dimensions (`hook_function(F.softmax)` stores
     it), and other threads.
 
     Args:
-        within: a model (all modules in it), or modules, as `select` gives them; None is every call
-            in the block, without a module's name.
+        within: a model (all modules in it), or modules, as `select` gives them; None stores every
+            call in the block, without a module's name.
         detach, cpu: as for `hook_output`. A pattern that only hookkit computes has no gradient.
-        scores: stores the input of the softmax: logits, scaled and masked (-inf, or as the model
+        scores: store the input of the softmax: logits, scaled and masked (-inf, or as the model
             masks).
         hook: `hook(call, inputs, output)`, or of one argument, the pattern; its result is stored.
         keep: as for `hook_function`: `"all"` calls, `"last"` or `"none"`.
@@ -136,7 +137,7 @@ class AttentionHooks(FunctionHooks):
         self.path = "[0]" if options.kind == "pre" else ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func` in PyTorch's place, and show attention's pattern. The mode is off then."""
+        """Run `func` for PyTorch, and hook the pattern of attention. The mode is off meanwhile."""
         kwargs, name = kwargs or {}, plain_name(func)
         if not self.scope.on:
             return call_outer(func, args, kwargs)
@@ -160,9 +161,9 @@ class AttentionHooks(FunctionHooks):
     def _fused(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of fused attention, or the result for a pattern that was edited.
 
-        The pattern is shown to the blocks that are open by calling `attention`, a function that
-        each of their modes sees in turn. If all of them return the tensor that was made for them
-        (`made`), nothing was edited, and the fused function runs as the model called it.
+        The open blocks see the pattern by a call of `attention`, a function that the mode of each
+        block sees in turn. If the call returns the tensor that was made for it (`made`), nothing
+        was edited, and the fused function runs as the model called it.
         """
         if self._caller() is None:
             return call_outer(func, args, kwargs)
@@ -170,7 +171,7 @@ class AttentionHooks(FunctionHooks):
         dtype, made = inputs["value"].dtype, list[Tensor]()
 
         def attention(scores: Tensor) -> Tensor:
-            """Return the pattern, shown to each block that is open, the innermost last."""
+            """Return the pattern after each open block has seen it, the innermost last."""
             if has_torch_function_unary(scores):
                 shown: Tensor = handle_torch_function(attention, (scores,), scores)
                 return shown
@@ -180,7 +181,9 @@ class AttentionHooks(FunctionHooks):
 
         with self._seeing_inside():
             needs_graph = _needs_graph(inputs["query"])
-        if not needs_graph:  # a checkpoint repeats edits alone, and must find as much saved again
+        # a checkpoint repeats only edits, and has to save as many tensors as its forward did, so a
+        # pattern that is only stored must not be in the graph
+        if not needs_graph:
             inputs = tree_map(lambda x: x.detach() if x.requires_grad else x, inputs)
         scores = attention_scores(**inputs)
         seen = scores.reshape(_shape(scores))
@@ -199,7 +202,7 @@ class AttentionHooks(FunctionHooks):
         return dropout(pattern.to(value.dtype), rate) @ value
 
     def _check_axes(self, shape: tuple[int, ...]) -> None:
-        """Raise if an edit would take a wrong dimension for the heads."""
+        """Raise if an edit would mistake another dimension for the heads."""
         heads = _n_heads(next(running_modules(), None))
         if len(shape) == 4 and not shape[1] != heads == shape[2]:  # Longformer's are in the third
             return
@@ -240,16 +243,16 @@ def _needs_graph(query: Tensor) -> bool:
 
 
 def _n_heads(owner: nn.Module | None) -> Any:
-    """Return the number of heads in an attention's attributes, or those of its `config`."""
+    """Return the number of heads that `owner`, or its `config`, has as an attribute, or None."""
     config = getattr(owner, "config", None)
     return getattr(owner, "num_heads", None) or getattr(config, "num_attention_heads", None)
 
 
 def _shape(scores: Tensor) -> tuple[int, ...]:
-    """Return (batch, heads, queries, keys) of scores, where the first three can be packed.
+    """Return (batch, heads, queries, keys) of scores, in which the first three may be packed.
 
-    `nn.MultiheadAttention` joins the batch and the heads. transformers packs the queries of one
-    token that share their keys as (batch, key heads, group, keys).
+    `nn.MultiheadAttention` joins the batch and the heads. For a single token, transformers packs
+    the heads that share their keys as queries: (batch, key heads, group, keys).
     """
     shape, owner = tuple(scores.shape), next(running_modules(), None)
     heads = _n_heads(owner)
@@ -262,7 +265,7 @@ def _shape(scores: Tensor) -> tuple[int, ...]:
 def _written_out(
     input: Tensor, dim: Any = None, *rest: Any, dtype: Any = None, out: Any = None, **_: Any
 ) -> tuple[Tensor, dict[str, Any]] | None:
-    """Return the scores and options of a softmax over the last dimension into a new tensor."""
+    """Return scores and options of a softmax call; None unless it is over the last dimension."""
     if dim not in (-1, input.dim() - 1) or not input.is_floating_point() or out is not None:
         return None
     dtype = next((x for x in rest if isinstance(x, torch.dtype)), dtype)
@@ -298,8 +301,8 @@ def attention_scores(
     device = query.device.type
     with torch.autocast(device, enabled=False) if is_autocast_available(device) else nullcontext():
         scores = (query.to(dtype) * scale) @ key.to(dtype).mT
-    n_earlier = 0  # keys before the one that the first query is at
-    # torch.nn.attention.bias, which is not imported because that takes a second
+    n_earlier = 0  # how many keys come before the first query's own
+    # by name: importing torch.nn.attention.bias takes a second
     if isinstance(attn_mask, Tensor) and type(attn_mask).__name__ == "CausalBias":
         bias: Any = attn_mask
         n_earlier = (bias.seq_len_kv - bias.seq_len_q) * (bias.variant.name == "LOWER_RIGHT")

@@ -1,7 +1,7 @@
-"""`Hooks`: many hooks as one, registered all or none, and saved in one file.
+"""`Hooks` holds many hooks, registers all or none of them, and saves what they stored in one file.
 
-They are registered when they are made and removed by `remove()` or at the end of a `with` block,
-whatever happens in it; entering them again registers them again.
+They are registered when they are made, and removed by `remove()` or at the end of a `with` block,
+also after an error; entering the block again registers them again.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Named = tuple[str | None, nn.Module, str]
 
 
 class Hooks:
-    """Hold many hooks as one, each a `Hook`; registered all or none, entered and removed together.
+    """Holds a `Hook` for each of several modules; they are registered and removed together.
 
-    `len`, `in`, iteration, `h[0]`, `h[1:3]`, and by name (`h["fc"]`) where names are known. A
+    Supports `len`, `in`, iteration, `h[0]`, `h[1:3]`, and `h["fc"]` if the names are known. A
     `with` block records the calls of all threads.
 
     Args:
@@ -104,7 +104,7 @@ class Hooks:
 
     @property
     def options(self) -> HookOptions:
-        """Return the options that they were made with."""
+        """Return the options that the hooks share."""
         return self.scope.options
 
     @property
@@ -113,10 +113,10 @@ class Hooks:
         return all(not h.registered for h in self.hooks)
 
     def register(self) -> None:
-        """Register all of them, or none; those that are registered stay so.
+        """Register all hooks, or none; registered hooks are not changed.
 
         Raises:
-            HookError: a module is gone; or edits, outside of their `with`.
+            HookError: a module is gone; or the hooks edit, and are not inside their `with`.
         """
         self.scope.register(self.hooks)
 
@@ -149,7 +149,7 @@ class Hooks:
         An `L`, as fastai's, that is a list too: `torch.stack(h.stored)`.
         """
         options = self.options
-        # most reads: nothing to wait for, to copy or to join
+        # fast path: there is nothing to wait for, to copy or to join
         plain = options.fast and options.detach and not options.gather
         values = [h.last for h in self.hooks]
         if plain and all([type(x) is Tensor and not x.is_inference() for x in values]):  # noqa: C419

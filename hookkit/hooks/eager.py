@@ -39,7 +39,7 @@ class ProcessSetting:
     def end(self, owner: object) -> None:
         """Restore the setting if `owner` was the last one; can be repeated."""
         if id(owner) not in self.owners:
-            return  # most blocks: without a lock
+            return  # most blocks end here, without the lock
         with self._lock:
             self.owners.discard(id(owner))
             if not self.owners and self._undo is not None:
@@ -68,9 +68,10 @@ EAGER, _UNFUSED = ProcessSetting(_disable_compile), ProcessSetting(_disable_fuse
 
 
 def has_compiled() -> bool:
-    """Return True if anything has been compiled in this process; loading the compiler is no sign.
+    """Return True if anything has been compiled in this process.
 
-    An optimizer loads the compiler, and to set its stance costs a block 20 µs.
+    That the compiler is loaded does not count: an optimizer loads it, and setting the stance would
+    cost each block 20 µs.
     """
     # Private: `input_codes` of `torch._dynamo.convert_frame`, whose `seen` has the code that was
     # compiled (since 2.0). Without it, as while another thread loads that module, each block sets
@@ -84,15 +85,15 @@ def enter_eager(owner: object, always: bool = False) -> None:
     """Let compiled functions run eagerly from now on, until `EAGER.end(owner)`.
 
     Args:
-        always: also if nothing has been compiled, or given to the compiler, by now.
+        always: do so even if nothing has been compiled, or given to the compiler, yet.
     """
     if always and "torch.nn.attention.flex_attention" in sys.modules:
         # Flex attention loads the compiler when it is called, which would be too late.
         import_module("torch._dynamo.eval_frame")
     frames = sys.modules.get("torch._dynamo.eval_frame")
-    # Private: `cached_backends` of `torch._dynamo.eval_frame`, those that torch.compile was called
-    # with, None of optimizers (since 2.1). Without it a function that is first compiled inside a
-    # block is compiled with its hooks, in graphs that layers of one class share.
+    # Private: `cached_backends` of `torch._dynamo.eval_frame`, the backends that torch.compile was
+    # called with; None for an optimizer's (since 2.1). Without it a function that is first compiled
+    # inside a block is compiled with its hooks, in graphs that layers of one class share.
     wanted = any(getattr(frames, "cached_backends", {}).values())
     loaded = has_compiled() or wanted or (always and frames is not None)
     if loaded and not torch.compiler.is_compiling():
@@ -101,7 +102,7 @@ def enter_eager(owner: object, always: bool = False) -> None:
 
 @contextmanager
 def layer_by_layer(always: bool = False) -> Iterator[None]:
-    """Open a block in which every layer is called: no compiled code, no fused path of PyTorch's."""
+    """Open a block that runs no compiled code and no fused path, so every layer is called."""
     owner = object()
     try:
         enter_eager(owner, always)

@@ -173,7 +173,7 @@ class FunctionHooks(Hooks, TorchFunctionMode):
             TorchFunctionMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
 
     def _caller(self) -> Caller:
-        """Return the innermost running module of `within` and its name; None if the call is skipped.
+        """Return name and module of the innermost running module of `within`; None skips the call.
 
         Calls that a checkpoint runs again count only for edits.
         """
