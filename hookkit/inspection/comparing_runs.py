@@ -1,8 +1,8 @@
-"""`compare_runs`: in which step, in which layer and by what two trainings part.
+"""`compare_runs` finds the step and the layer in which two trainings begin to differ, and why.
 
-A step of both runs is compared row by row, in the order in which it was computed (`_Steps`). The
-first row that differs is found by the rule of `first_difference`, and `_verdict` says in words what
-it may be.
+Each step is compared row by row between the runs, in the order of computation (`_Steps`). The first
+row that differs is found by the rule of `first_difference`, and `_verdict` says in words what may
+cause it.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from hookkit.errors import OptionError
 from hookkit.inspection.first_difference import Call, Localisation
 from hookkit.inspection.run_file import Key, RunStep, Seen, read_run
 
-# the order in which a step computes its kinds of rows; all others belong to its batches
+# the order in which a step computes kinds of rows; all other kinds belong to a batch (`_BATCH`)
 _ORDER = {"before": 0, "batches": 2, "param_grad": 3, "setting": 4, "weight": 5, "buffer": 6}
 _BATCH = 1
-_EXPLAINS = ("random", "scale")  # what differs in these alone is no difference of the training
+_EXPLAINS = ("random", "scale")  # these rows may explain a difference, but are none themselves
 
 Steps = Mapping[int, RunStep]
 Notes = dict[str, dict[str, None]]
-"""Why something is not judged → what that is."""
+"""The reason why something is not judged → the labels of what is not judged."""
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """One tensor or hyperparameter of one step of both runs.
+    """Compares one tensor or hyperparameter of one step in both runs.
 
     Attributes:
-        step: its number in the first run.
+        step: the number of the step in the first run.
         what: `"before"` (a weight or buffer before the step), `"input"`, `"output"`, `"loss"`,
             `"grad"` (the gradient of an output), `"batches"` (how many the step has),
             `"param_grad"`, `"setting"` (a hyperparameter), `"weight"` or `"buffer"` (after the
             step).
-        name: of the layer, the parameter or the hyperparameter.
-        path: of the tensor in what the layer takes or gives, `""` if it is that itself.
+        name: the name of the layer, the parameter or the hyperparameter.
+        path: the path of the tensor in the layer's input or output; `""` for the whole.
         type: the layer's class.
         batch: the number of the batch in the step.
-        call: the number of the layer's call in the batch; of a gradient, how many have arrived
-            there before in the step.
-        rel_error: `|a − b| / |a|`, an estimate that is right within a factor of two; for weights
-            and gradients at least relative to the size that all of the step have (a tenth of it
-            for gradients). Infinite for other integers, NaN if it is not known.
-        differs: whether it is beyond the tolerance.
-        problem: what is different, where that is no number.
+        call: the number of the layer's call in the batch; for a gradient, how many came to this
+            place before it in the step.
+        rel_error: `|a − b| / |a|`, estimated within a factor of two. For weights and gradients
+            `|a|` is at least the typical size in the step (a tenth of it for gradients). Infinite
+            for integers that differ, NaN if it is not known.
+        differs: whether the difference is beyond the tolerance.
+        problem: the difference in words, if it is not a number.
     """
 
     step: int
@@ -76,10 +76,10 @@ class RunRow:
 
 @dataclass(frozen=True, repr=False)
 class RunComparison(Localisation):
-    """Where two trainings part: what `compare_runs` returns.
+    """Holds where two trainings begin to differ, as `compare_runs` found it.
 
     Attributes:
-        rows: all of the first step in which one differs; none if the runs agree.
+        rows: all rows of the first step in which a row differs; none if the runs agree.
         first: the row that answers: step, layer and kind; None if the runs agree.
         verdict: what that means, in a sentence.
         not_judged: what could not be compared, each with the reason.
@@ -92,7 +92,7 @@ class RunComparison(Localisation):
     _AGREES: ClassVar[str] = "the runs agree"
 
     def text(self) -> str:
-        """Return the verdict, the first difference between its neighbours, what is not judged."""
+        """Return the verdict, the first difference with its neighbours, and what is not judged."""
         lines = [self.verdict]
         if self.first is not None:
             at = self.rows.index(self.first)
@@ -107,17 +107,17 @@ class RunComparison(Localisation):
 
 
 def compare_runs(a: str | Path, b: str | Path, *, rtol: float | None = None) -> RunComparison:
-    """Return the first step, layer and tensor in which two recorded trainings differ.
+    """Find the first step, layer and tensor in which two recorded trainings differ.
 
-    Both were recorded by a `Fingerprint`. A training that was resumed is aligned with the other by
-    the weights that it begins with.
+    A `Fingerprint` records a training. A resumed training is aligned with the other one by the
+    weights that it begins with.
 
     Args:
         a, b: the files.
-        rtol: how far apart two tensors may be, as `RunRow.rel_error`. None compares bit for bit,
-            for trainings on the same machine. Take 1e-3 for other hardware, another number of
-            processes, or batches that are split otherwise: then only the gradients of parameters
-            and the weights are compared.
+        rtol: the largest `RunRow.rel_error` that counts as equal. None compares bit for bit, for
+            trainings on the same machine. Use 1e-3 for other hardware, another number of processes,
+            or batches that are split in another way; in this last case only the gradients of
+            parameters and the weights are compared.
 
     Raises:
         OptionError: a file cannot be read, is no fingerprint or has no step; the runs have no
@@ -187,8 +187,8 @@ def _some(names: Iterable[str]) -> str:
 def _offset(a: Steps, b: Steps) -> int:
     """Return by how much the numbers of steps are greater in `a` than in `b`.
 
-    The first step of the one fits that step of the other before which most weights are the same;
-    if several do, that of the same number, or else the first.
+    The first step of one run is aligned with the step of the other before which most weights are
+    equal. Among several such steps it takes the one of the same number, or the first.
     """
     first_a, first_b = min(a), min(b)
     mine, theirs = ({s: step.start() for s, step in run.items()} for run in (a, b))
@@ -206,12 +206,12 @@ def _offset(a: Steps, b: Steps) -> int:
 
 
 class _Steps:
-    """A step of both runs.
+    """Compares a step of both runs.
 
     Attributes:
         x, y: the step of the first and of the second run.
-        rows: in the order in which they were computed.
-        first: the row that answers; None if none differs.
+        rows: in the order in which the step computed them.
+        first: the row that answers; None if no row differs.
         scales: of the GradScalers, in words, if they differ; otherwise `""`.
     """
 
@@ -252,7 +252,8 @@ class _Steps:
     def _row(self, key: Key) -> RunRow | None:
         """Return the row of a tensor; None, and a note, if it cannot be compared."""
         r, q = self.x.seen.get(key), self.y.seen.get(key)
-        if key.what == "param_grad" and key.call:  # changed again, as by clipping: in one run alone
+        # a gradient that was changed again, as by clipping, may have this row in one run only
+        if key.what == "param_grad" and key.call:
             before = key._replace(call=key.call - 1)
             r, q = r or self.x.seen.get(before), q or self.y.seen.get(before)
         there = r or q
@@ -286,7 +287,7 @@ class _Steps:
         return row(error, differs, problem)
 
     def _first(self) -> RunRow | None:
-        """Return the first row that differs, or in a forward the output that the rule names."""
+        """Return the first row that differs; in a forward, the output that the rule finds."""
         bad = [r for r in self.rows if r.differs]
         top = bad[0] if bad else None
         if top is None or top.what not in ("input", "output"):
@@ -299,22 +300,22 @@ class _Steps:
         return next((r for r in outputs if (r.name, r.call) == call), top)
 
     def differing(self, what: str, batch: int) -> set[Call]:
-        """Return the calls of a batch that have a row of this kind that differs."""
+        """Return the calls of a batch in which a row of the kind `what` differs."""
         mine = (r for r in self.rows if r.differs and (r.what, r.batch) == (what, batch))
         return {Call(r.name, r.call) for r in mine}
 
 
 def _given(x: RunStep) -> list[Any]:
-    """Return the shapes that each batch of a step gives to the outermost calls."""
+    """Return the shapes of the inputs of the outermost calls in each batch of a step."""
     return [(k[1:], seen.shape) for k, seen in x.seen.items() if k.what == "input"
             and x.layout.trees[k.batch].parent[Call(k.name, k.call)] is None]  # fmt: skip
 
 
 def _sizes(x: RunStep) -> dict[str, float]:
-    """Return the least size per value that differences are relative to, for some kinds of rows.
+    """Return kind of row → the smallest size per value that a difference is divided by.
 
-    The gradient of a key's bias is rounding alone, and a bias is zero at first: what is small is
-    measured by the root mean square of all weights, or a tenth of that of all gradients.
+    Some tensors are tiny: a new bias is zero, and the gradient of a key's bias is only rounding. So
+    they are measured by the root mean square of all weights, or a tenth of that of all gradients.
     """
     sizes = {}
     for what, share in ("before", 1.0), ("weight", 1.0), ("grad", 0.1), ("param_grad", 0.1):
@@ -330,7 +331,7 @@ def _rel_error(r: Seen, q: Seen, size: float) -> float:
 
     Args:
         r, q: `a` and `b`.
-        size: what a value of `a` has at least.
+        size: the least size of a value of `a` that is assumed.
     """
     p, q_ = r.numbers, q.numbers
     if not (np.isfinite(p).all() and np.isfinite(q_).all()):
@@ -343,7 +344,7 @@ def _rel_error(r: Seen, q: Seen, size: float) -> float:
 
 
 def _verdict(pair: _Steps, first: RunRow, previous: int | None) -> str:
-    """Return in words what the first row that differs may come from."""
+    """Return in words what may cause the first row that differs."""
     bad = [r for r in pair.rows if r.differs and r.what == first.what]
     share = f"{len(bad)} of {sum(r.what == first.what for r in pair.rows)} do"
     layer = (first.name or "the model") + f" ({first.type})" * bool(first.type)
@@ -450,7 +451,7 @@ def _of_output(pair: _Steps, first: RunRow, layer: str) -> str:
 
 
 def _factor(pair: _Steps, what: str) -> str:
-    """Return `, all by the factor 2` if all gradients of a kind differ by that alone."""
+    """Return `, all by the factor 2` if all gradients of a kind differ only by a factor."""
     factors = []
     for key, r in pair.x.seen.items():
         q = pair.y.seen.get(key)
