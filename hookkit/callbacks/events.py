@@ -5,15 +5,17 @@ A `fit` consists of nested parts. Each part fires `before_<part>`, does its work
 
     fit
     └─ epoch *
-       ├─ train                                    └─ validate
-       │  └─ batch *                                  └─ batch *     (no gradient, no step)
-       │     ├─ after_pred, after_loss                   └─ after_pred, after_loss
+       ├─ train
+       │  └─ batch *
+       │     ├─ after_pred, after_loss
        │     ├─ backward
        │     └─ step
+       └─ validate
+          └─ batch *  (only after_pred, after_loss: no gradient, no step)
 
-A callback that raises `Cancel<Part>Exception` ends that part at once: the rest of it is skipped,
-`after_cancel_<part>` fires, then `after_<part>` as always. Any other exception ends the
-fit; no further event fires, but every callback's `cleanup_fit()` is called.
+A callback that raises `Cancel<Part>Exception` ends that part at once: the rest is skipped, then
+`after_cancel_<part>` and `after_<part>` fire. Any other exception ends the fit: no further event
+fires, but every callback's `cleanup_fit()` is called.
 
 `watch` differs in two ways, because the loop is the user's:
 

@@ -1,8 +1,8 @@
-"""`report(run, "run.html")`: one self-contained page of a run, the findings first.
+"""`report(run, "run.html")`: write one self-contained HTML page of a run, findings first.
 
-The page names what was not recorded, and says why a picture could not be drawn: without matplotlib
-it has none. It shows no name of the machine or the user, and no path. It stands here since
-`plotting` cannot be imported without matplotlib.
+The page names the data that were not recorded, and says why a picture could not be drawn. It shows
+no name of the machine or the user, and no path. The file is not in `plotting`, which cannot be
+imported without matplotlib.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from hookkit.errors import HookkitError, OptionError
 from hookkit.records import Run, as_run
 
 GENERATOR = '<meta name="generator" content="hookkit">'
-"""By this line a report is recognised, so that no other file is overwritten."""
+"""The line that marks a file as a report, which may be overwritten."""
 
 _SHOWN = ("mean", "std", "rms", "near_zero", "nonfinite", "dead", "update_ratio", "grad_norm")
 """Statistics in the table of layers."""
 
-# Where the page is narrow a picture keeps a size at which its text can be read, and scrolls.
+# On a narrow page, a picture keeps a readable size and scrolls.
 LAYOUT = """:root{color-scheme:light dark;--ink:#1d2229;--paper:#fff}
 @media screen and (prefers-color-scheme:dark){:root{--ink:#e6e9ee;--paper:#16191d}}
 body.hk{margin:0 auto;max-width:66rem;padding:.6rem;color:var(--ink);background:var(--paper);
@@ -47,21 +47,21 @@ def report(
 ) -> Path:
     """Write one HTML page of a run: findings, pictures, loss, layers, model, environment.
 
-    The page needs no network and no script. It is written whole or not at all; missing parent
-    folders are made; an earlier report at `path` is replaced, any other file is not.
+    The page needs no network and no script. It is written atomically, and missing parent folders
+    are made. An earlier report at `path` is replaced; any other file is not.
 
     Args:
         run: a `Run`, a `Record`, a recorder, a Watcher or a Learner.
-        path: where to; default `report.html` in the current folder.
-        summary: a `Summary` (or a text) of the model; a Learner's own is taken by default.
-        title: heading of the page.
+        path: the file to write; default `report.html` in the current folder.
+        summary: a `Summary` (or a text) of the model; default: a Learner's own summary.
+        title: the heading of the page.
 
     Returns:
         The path of the page.
 
     Raises:
         OptionError: `path` is a folder, or a file that is not a report of hookkit's.
-        ArgumentError: `run` holds no run, or `path` is no text.
+        ArgumentError: `run` holds no records, or `path` is not a path.
 
     Example:
         >>> import tempfile
@@ -111,7 +111,7 @@ def report(
 
 
 def picture(draw: Callable[[Any], Any], caption: str) -> str:
-    """Return what `draw(hookkit.plotting)` draws, as an image, or a line with why there is none."""
+    """Return an HTML image of what `draw(hookkit.plotting)` draws, or a line with the error."""
     try:
         from PIL import Image  # matplotlib needs it, too
 
@@ -129,7 +129,7 @@ def picture(draw: Callable[[Any], Any], caption: str) -> str:
 
 
 def _layers(run: Run) -> Iterator[str]:
-    """Yield pictures and numbers of the layers, and what was not recorded."""
+    """Yield the HTML of the layers' pictures and tables, and a line of what was not recorded."""
     for record in (run.activations, run.gradients):
         if record is None or not len(record):
             continue

@@ -1,9 +1,9 @@
-"""What the autograd graph shows of a model: which activation reads each layer, which weights a
-gradient passes on its way to each, and which are hidden from PyTorch. And which layers drop values.
+"""Read facts about a model from its autograd graph: which activation reads each layer, the order of
+weights, and weights that are not registered. `dropouts` reads rates from the modules instead.
 
-A ReLU has no parameters and is often a function, so no record shows it; the graph of one forward
-does. There, a layer is found by its weight: the operation that uses it, then whatever uses that.
-`users_of` walks the graph once; all functions here read its result.
+A ReLU has no parameters and is often a function, so no record has it, but the graph of a forward
+does. There, a layer is found by its weight: the operation that uses the weight, then the users of
+its result. `users_of` walks the graph once; all functions here read its result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hookkit._core.modules import join, walk as walk_modules
 
 _POOLS = {"MaxPool2DWithIndices", "MaxPool3DWithIndices", "NativeDropout"}
 _PASSES_ON = SAME_VALUES | PARTS | _POOLS
-"""Operations through which a unit that is never above 0 stays so."""
+"""Operations that keep a unit that is never above 0 at or below 0."""
 
 Users = dict[Any, list[Any]]
 
@@ -30,10 +30,10 @@ _DROPOUTS = (
 
 
 def consumers(model: nn.Module, users: Users) -> dict[str, str | None]:
-    """Return, for each module with a weight, the class of the one activation that reads its output.
+    """Return module with a weight → class of the activation that alone reads its output.
 
-    It is `"ReLU"` or `"ReLU6"`; `""` if something else reads the output, or several do; None if the
-    graph does not show it (frozen, compiled, checkpointed, not run).
+    The class is `"ReLU"` or `"ReLU6"`; `""` if another operation reads the output, or several do;
+    None if the graph does not show it (frozen, compiled, checkpointed, not run).
 
     >>> import torch
     >>> from hookkit._core.graph import users_of
@@ -55,11 +55,11 @@ def consumers(model: nn.Module, users: Users) -> dict[str, str | None]:
 
 
 def predecessors(model: nn.Module, users: Users) -> dict[str, str]:
-    """Return, by name, the matrix whose output each matrix is given; "" if it is given data.
+    """Return matrix → the matrix whose output it reads, by name; "" if it reads the data.
 
     If there are several, take the one at the end of the longest chain. Following predecessors then
-    gives the path that a gradient takes to the input. Matrices are parameters of two dimensions or
-    more. Matrices that the graph does not show (frozen, compiled, not run) are left out.
+    gives the path of a gradient to the input. Matrices are parameters with two or more dimensions.
+    Matrices that the graph does not show (frozen, compiled, not run) are left out.
 
     >>> import torch
     >>> from hookkit._core.graph import users_of
@@ -68,19 +68,19 @@ def predecessors(model: nn.Module, users: Users) -> dict[str, str]:
     {'0.weight': '', '2.weight': '0.weight'}
     """
     names = {id(p): name for name, p in model.named_parameters() if p.ndim > 1}
-    used: dict[Any, list[str]] = {}  # by operation: a recurrent one takes several matrices
+    used: dict[Any, list[str]] = {}  # operation → its matrices, several in a recurrent one
     for leaf in _leaves(users):
         if (name := names.get(id(leaf.variable))) is not None:
             for op in _ends(users, leaf):
-                if not op_name(op).startswith("Compiled"):  # one node with all of its weights
+                if not op_name(op).startswith("Compiled"):  # one node has all weights, unordered
                     used.setdefault(op, []).append(name)
     depth: dict[str, int] = {}
     found: dict[str, str] = {}
-    deepest: dict[Any, tuple[int, str]] = {}  # by node: length and end of the longest chain
+    deepest: dict[Any, tuple[int, str]] = {}  # node → length and end of the longest chain
     for node in _in_order(users):
         n, last = max((deepest[b] for b in inputs_of(node)), default=(0, ""))
         for name in used.get(node, ()):
-            if n < depth.get(name, n + 1):  # its first call, of several
+            if n < depth.get(name, n + 1):  # of several calls, the first counts
                 depth[name], found[name] = n, last
         ends = [(depth[name] + 1, name) for name in used.get(node, ())]
         deepest[node] = max(ends, default=(n, last))
@@ -88,9 +88,9 @@ def predecessors(model: nn.Module, users: Users) -> dict[str, str]:
 
 
 def unregistered(model: nn.Module, opts: Iterable[Optimizer], users: Users) -> list[str]:
-    """Return the names of weights that made the output, in lists and dicts, and in no optimizer.
+    """Return the names of used weights in plain lists and dicts that are in no optimizer.
 
-    PyTorch does not know of them: they are not in `model.parameters()`, and are never trained.
+    They are not in `model.parameters()`, and are never trained.
 
     >>> import torch
     >>> from hookkit._core.graph import users_of
@@ -106,7 +106,7 @@ def unregistered(model: nn.Module, opts: Iterable[Optimizer], users: Users) -> l
 
 
 def dropouts(model: nn.Module) -> dict[str, float]:
-    """Return the share of values that each layer in training mode drops, if it drops any, by name.
+    """Return layer → the fraction of values that it drops, for layers in training mode.
 
     >>> dropouts(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.9), nn.LSTM(2, 2, 2, dropout=0.1)))
     {'1': 0.9, '2': 0.1}
@@ -135,12 +135,12 @@ def _hidden(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _leaves(users: Users) -> list[Any]:
-    """Return the nodes that stand for parameters."""
+    """Return the nodes that accumulate gradients of parameters."""
     return [node for node in users if hasattr(node, "variable")]
 
 
 def _in_order(users: Users) -> Iterator[Any]:
-    """Yield the nodes, each after those whose results it takes."""
+    """Yield the nodes in topological order: each after the nodes that it reads."""
     waits = {node: len({*inputs_of(node)}) for node in users}
     ready = [node for node, n in waits.items() if not n]
     while ready:
@@ -153,7 +153,7 @@ def _in_order(users: Users) -> Iterator[Any]:
 
 
 def _ends(users: Users, node: Any) -> list[Any]:
-    """Return the users of `node`, through operations that pass values on; `node` if it has none."""
+    """Return the users of `node`, skipping operations of `_PASSES_ON`; `[node]` without users."""
 
     def passes_on(other: Any) -> bool:
         return other is node or op_name(other) in _PASSES_ON
@@ -164,10 +164,9 @@ def _ends(users: Users, node: Any) -> list[Any]:
 
 def _kind(node: Any) -> str | None:
     name = op_name(node)
-    # Where `min_val` is not known, a ReLU6 is taken for another activation, and dead units before
-    # it are those that give only 0.
+    # If `min_val` is not known, a ReLU6 counts as another activation.
     if name == "Hardtanh" and saved(node, "min_val") == 0:
         return "ReLU6"
-    if name == "CopySlices":  # a view was written in place: by whom, it does not say
+    if name == "CopySlices":  # an unknown operation wrote into a view
         return None
     return "ReLU" if name == "Relu" else ""

@@ -1,7 +1,7 @@
-"""What the autograd graph of a loss shows: which of PyTorch's losses it is, and mistakes in it.
+"""Read the autograd graph of a loss: which of PyTorch's losses it is, and mistakes in it.
 
-Builds on `autograd_graph`. Reads operations and the shapes of their results, never values. The walk
-goes from the root of a loss back to the last layers of the model, and stops there.
+Builds on `_core/graph.py`. It reads operations and the shapes of their results, never values. The
+walk goes from the root of a loss back to the last layers of the model, and stops there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LAYERS = frozenset(
     )
 )
 _GIVES_SCORES = _LAYERS | {"Relu", "Gelu", "Silu", "Tanh"}
-"""Operations whose results are no logarithms of probabilities, since they can be above 0."""
+"""Operations whose results can be above 0, so they are not logarithms of probabilities."""
 
 _CLAMPS = frozenset(("Clamp", "ClampMin", "ClampMax"))
 _ADDS = SAME_VALUES | {"Add", "Sum", "Mean", "Stack", "Cat"}
@@ -50,19 +50,19 @@ _SUMS = frozenset(("Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Minimum", "Maxim
 
 
 def loss_facts(root: Any) -> dict[str, Any]:
-    """Return what is known of the loss whose `grad_fn` is `root`, also after its backward pass.
+    """Return facts about the loss whose `grad_fn` is `root`, before or after its backward pass.
 
     Returns:
-        Of these, what applies:
+        Those of these keys that apply:
 
-        loss_func: the function, if the loss is the mean of one of PyTorch's own.
-        n_classes: the size of the classes' dimension, if that is a cross entropy.
-        loss_input: `"Softmax"` or `"Sigmoid"` if a loss that applies its own is given the result of
-            one; `"probabilities"` or `"scores"` if a loss that expects logarithms of probabilities
-            is given those.
+        loss_func: the function, if the loss is the mean of one of PyTorch's losses.
+        n_classes: the size of the classes' dimension, if it is a cross entropy.
+        loss_input: `"Softmax"` or `"Sigmoid"` if a loss that applies this function gets its result;
+            `"probabilities"` or `"scores"` if a loss that expects logarithms of probabilities gets
+            these.
         softmax_dim: in words, if the softmax before the loss is not over the classes.
-        broadcast: in words, if one column is compared with, or multiplied by, each element of a
-            row, and only the mean or sum of all is used.
+        broadcast: in words, if a column is compared with, or multiplied by, each element of a row,
+            and only the mean or sum of all pairs is used.
 
     >>> import torch
     >>> scores, y = torch.zeros(2, 3, requires_grad=True), torch.tensor([0, 2])
@@ -70,7 +70,7 @@ def loss_facts(root: Any) -> dict[str, Any]:
     {'loss_func': 'cross_entropy', 'n_classes': 3, 'loss_input': 'Softmax'}
     """
     facts = _identity(root)
-    # what is only added, scaled and clipped before the loss
+    # the terms of the loss: nodes that are only added, scaled or clipped after them
     hands_on = SAME_VALUES | _SUMS | _CLAMPS
     terms = [n for n, _ in walk([root], lambda n: _scales(n) or op_name(n) in hands_on)]
     averaged = {first_input(term) for term in terms if op_name(term) in ("Pow", "Abs", "Mul")}
@@ -93,11 +93,11 @@ def loss_facts(root: Any) -> dict[str, Any]:
 
 
 FOUND = "hookkit: the loss that the model returned"
-"""Key in a node's metadata for the numbers of its outputs that are such a loss. Keeps no graph."""
+"""Key in a node's metadata for the indices of its outputs that are a returned loss."""
 
 
 def is_found(loss: Tensor) -> bool:
-    """Return whether a model returned the loss (`FOUND`), or its terms, up to factors.
+    """Return whether a model returned the loss (see `FOUND`), or all its terms, up to factors.
 
     >>> import torch
     >>> own, other = (torch.ones(2, requires_grad=True).mean() for _ in range(2))
@@ -111,9 +111,9 @@ def is_found(loss: Tensor) -> bool:
         if number in node.metadata.get(FOUND, ()):
             continue
         name, inputs = op_name(node), list(node.next_functions)
-        if name == "_DDPSink":  # DistributedDataParallel hands its outputs on
+        if name == "_DDPSink":  # DistributedDataParallel's identity: follow this output only
             inputs = inputs[number : number + 1]
-        elif name in ("Mul", "Div", "Sub"):  # by a number, or a number less
+        elif name in ("Mul", "Div", "Sub"):  # only with a number as the other operand
             if only_input(node) is None or (name != "Mul" and first_input(node) is None):
                 return False
         elif name not in _ADDS | _CLAMPS | {"NanToNum", "Where"}:
@@ -126,7 +126,7 @@ def _identity(root: Any) -> dict[str, Any]:
     """Return `loss_func` and `n_classes`, if the loss is one of PyTorch's own."""
     node = source(root, _same_values) if _same_values(root) else root
     name = op_name(node)
-    # 1 is the mean; where it is not known, a sum is taken for a mean
+    # 1 is "mean"; if the reduction is not known, a sum passes for a mean
     if name in _LOSSES and saved(node, "reduction") in (1, None):
         known = _LOSSES[name]
         if known != "nll_loss":
@@ -153,16 +153,16 @@ def _same_values(node: Any) -> bool:
 
 
 def _same_kind(node: Any) -> bool:
-    """Return whether a node gives probabilities if it is given some, and scores for scores."""
+    """Return whether a node turns probabilities into probabilities, and scores into scores."""
     return op_name(node) in SAME_VALUES | PARTS | _CLAMPS
 
 
 def _kind(node: Any) -> str:
-    """Return what a node gives: `"Softmax"`, `"Sigmoid"`, `"scores"`, or "" if none of them."""
+    """Return the kind of a node's result: `"Softmax"`, `"Sigmoid"`, `"scores"`, or ""."""
     name = op_name(node)
     if name == "Softmax" or (name == "Exp" and op_name(first_input(node)) == "LogSoftmax"):
         return "Softmax"
-    if name == "Add":  # of a bias, where a layer's input is not contiguous
+    if name == "Add":  # a layer adds its bias separately if its input is not contiguous
         name = op_name(source(node, _same_values))
     return "Sigmoid" if name == "Sigmoid" else "scores" if name in _GIVES_SCORES else ""
 
@@ -175,16 +175,16 @@ def _wrong_input(node: Any) -> str:
         return "probabilities" if given in ("Softmax", "Sigmoid") else given
     if name not in ("LogSoftmax", "BinaryCrossEntropyWithLogits"):
         return ""
-    # a distillation divides by a temperature
+    # skip a division by a temperature, as in distillation
     divides = name == "LogSoftmax"
     given = _kind(source(node, lambda n: _same_kind(n) or (divides and _scales(n))))
     return given if given in ("Softmax", "Sigmoid") else ""
 
 
 def _given_to_kl(total: Any) -> str:
-    """Return what `F.kl_div` is given as logarithms, if `total` is its sum or mean.
+    """Return the kind of the first input of `F.kl_div`, if `total` is its sum or mean.
 
-    It computes t log(t) - t x. The first part of the difference needs no gradient.
+    It computes t log(t) - t x. The first operand of the difference needs no gradient.
     """
     parts = first_input(total)
     if op_name(parts) != "Sub" or first_input(parts) is not None:
@@ -195,8 +195,8 @@ def _given_to_kl(total: Any) -> str:
 
 
 def _wrong_dim(loss: Any) -> str:
-    """Say so if the softmax before a likelihood is not over the dimension of its classes."""
-    # other operations may swap dimensions
+    """Return in words which wrong dimension the softmax before `loss` is over; or ""."""
+    # only through operations that keep the order of dimensions
     node = source(loss, lambda node: op_name(node) in SAME_ORDER)
     shape, dim = shape_of(node), softmax_dim(node)
     if op_name(node) != "LogSoftmax" or not shape or dim is None:
@@ -209,8 +209,8 @@ def _wrong_dim(loss: Any) -> str:
 def _all_with_all(node: Any) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of both operands and the result, if (n, 1, …) and (n, …) make (n, n, …).
 
-    One operand, the targets, needs no gradient. All pairs are meant if both do, as in a ranking
-    loss, or if a dimension was added on purpose, as in x[:, None] - y.
+    One operand, the targets, needs no gradient. If both need one, as in a ranking loss, or if a
+    dimension was added, as in x[:, None] - y, all pairs are intended.
     """
     before = only_input(node)
     expands = op_name(before) == "Expand"

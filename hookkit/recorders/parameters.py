@@ -1,4 +1,4 @@
-"""The parameters of a model by name, which of them a step has used, and the norms of tensors."""
+"""Helpers for parameters: list them by name, find those that a step used, compute their norms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hookkit.callbacks.optimizers import ids_of
 from hookkit.recorders.moments import dot, has_numbers, plain, to_widest_float
 
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-_TINY = 1e-16  # the squares of values with a smaller norm leave float32
+_TINY = 1e-16  # squares of values with a smaller norm underflow in float32
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
@@ -40,11 +40,10 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]
 
 
 def used_parameters(learn: Any, ids: set[int]) -> set[int]:
-    """Return the ids of parameters held by the optimizers of the last step, out of `ids`.
+    """Return the `ids` of parameters that are in the optimizers of the last step.
 
-    The `.grad` of other parameters is of another step or another loss (a GAN's other player), or
-    was never zeroed. If the optimizers hold none of them, they hold copies of the weights, and all
-    `ids` are returned.
+    The `.grad` of other parameters belongs to another step or another loss (a GAN's other player),
+    or was never zeroed. If none is in an optimizer, optimizers hold copies of weights: return all.
     """
     return ids & ids_of(learn.stepped_opts) or ids
 
@@ -56,10 +55,10 @@ def is_plain(t: Tensor) -> bool:
 
 
 def local_values(t: Tensor) -> Tensor:
-    """Return what a norm can be taken of: the local shard, or a sparse gradient's values.
+    """Return a plain tensor with the values of `t`: of a local shard, or of a sparse gradient.
 
-    Values of a dtype without arithmetic (float8, bool) become ordinary floats. Where there are no
-    numbers (see `moments.plain`) the result is empty.
+    A dtype without arithmetic (float8, bool) becomes an ordinary float. If the values cannot be
+    read (see `moments.plain`), the result is empty.
     """
     t = t.detach()
     if t.layout is torch.sparse_coo:
@@ -73,7 +72,7 @@ def local_values(t: Tensor) -> Tensor:
 
 
 def grad_norms(parameters: Sequence[nn.Parameter]) -> list[tuple[list[int], Tensor]]:
-    """Return, for each device, the places of parameters that have a gradient, and its norms there.
+    """Return for each device the indices of parameters with a gradient, and the gradients' norms.
 
     >>> w = nn.Parameter(torch.ones(4)); w.sum().backward()
     >>> grad_norms([nn.Parameter(torch.ones(1)), w])
@@ -90,19 +89,19 @@ def grad_norms(parameters: Sequence[nn.Parameter]) -> list[tuple[list[int], Tens
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:
-    """Return the (n,) 2-norms of tensors on one device, there and in its widest float.
+    """Return the (n,) 2-norms of tensors on one device, in its widest float and on it.
 
-    On a CPU they are right to float32 also where squares leave float32, and of large tensors, of
-    which `torch.linalg.vector_norm` in float32 was 1e-2 off.
+    On a CPU they have float32 precision even if squares overflow float32, and for large tensors, in
+    which `torch.linalg.vector_norm` had an error of 1e-2.
 
     Args:
-        tensors: plain ones (see `is_plain`), or what `local_values` made of others.
+        tensors: plain tensors (see `is_plain`), or results of `local_values`.
     """
     if not tensors[0].is_cpu:
         wide = [t.float() if t.dtype.itemsize < 4 else t.detach() for t in tensors]
         wide = [t if t.numel() else t.new_zeros(1) for t in wide]
         # Private: `torch._foreach_norm` (since 2.0; torch's optimizers are made of such operations)
-        # takes the norms of a list of tensors in few kernels. Without it each needs its own launch.
+        # computes the norms of a list in few kernels. Without it, each tensor needs its own launch.
         kind = widest_float(wide[0].device)
         return torch.stack(torch._foreach_norm(wide, 2, kind)).to(kind)
     norms = np.empty(len(tensors))
@@ -110,7 +109,7 @@ def norms_of(tensors: list[Tensor]) -> Tensor:
         for i, t in enumerate(tensors):
             values = (t.float() if t.dtype.itemsize < 4 else t).detach().numpy().reshape(-1)
             norms[i] = norm = math.sqrt(dot(values, values))
-            if values.size and not _TINY < norm < math.inf:  # squares left the dtype
+            if values.size and not _TINY < norm < math.inf:  # squares over- or underflowed
                 norms[i] = largest = max(abs(float(values.min())), abs(float(values.max())))
                 if 0 < largest < math.inf:
                     values = values / largest

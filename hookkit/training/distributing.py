@@ -1,7 +1,8 @@
-"""Training over several processes, on accelerate's engine: what `Learner.distrib_ctx` does.
+"""Train over several processes with accelerate: the implementation of `Learner.distrib_ctx`.
 
-Launching is `accelerate launch` or `torchrun`; DDP, FSDP, mixed precision and accumulation are the
-Accelerator's. Here the Learner's model, optimizer and loaders are only replaced by prepared ones.
+`accelerate launch` or `torchrun` starts the processes; the Accelerator does DDP, FSDP, mixed
+precision and accumulation. This file replaces the Learner's model, optimizer and loaders by
+prepared ones.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hookkit.errors import OptionError
 
 
 class AccelerateCallback(Callback):
-    """Makes an optimizer step only where accelerate wants one; merges the ranks after a fit."""
+    """Steps the optimizer only when accelerate syncs gradients; merges the ranks after a fit."""
 
     order = -8
     run_valid = False
@@ -36,13 +37,13 @@ class AccelerateCallback(Callback):
         self.learn.steps_now = self.learn.accelerator.sync_gradients
 
     def after_batch(self) -> None:
-        """Close that context."""
+        """Close accelerate's accumulation context."""
         context, self._context = self._context, None
         if context is not None:
             context.__exit__(None, None, None)
 
     def after_fit(self) -> None:
-        """Merge what all ranks have recorded, once, where each of them is."""
+        """Merge what all ranks have recorded, at the event that every rank reaches."""
         if self.learn.fitting:
             self.learn.gather()
 
@@ -51,12 +52,12 @@ class AccelerateCallback(Callback):
 
 @contextmanager
 def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterator[Any]:
-    """Have accelerate prepare model, optimizer and loaders of `learn`, until the `with` ends."""
+    """Prepare model, optimizer and loaders of `learn` with accelerate, until the `with` ends."""
     try:
         from accelerate import Accelerator
     except ImportError:
         raise missing_extra("accelerate", "distributed", "train over several processes") from None
-    on_cpu = not torch.accelerator.is_available()  # where several processes are one by default
+    on_cpu = not torch.accelerator.is_available()  # or accelerate sees one process on CPUs
     engine = accelerator or Accelerator(**{"cpu": on_cpu, **options})
     learn._needs_data("distrib_ctx")
     _check(engine, learn.dls.loaders)
@@ -76,14 +77,13 @@ def distributed(learn: Any, accelerator: Any, options: dict[str, Any]) -> Iterat
         vars(learn).update(plain)
         learn.accelerator, learn.dls.loaders, learn.dls.device = None, loaders, device
         if engine.num_processes > 1:
-            # A thread of gloo frees the tensors of the last collective, for which it waits for the
-            # interpreter's lock. If Python ends before, the thread aborts the process (SIGABRT,
-            # seen in torch 2.11 and 2.14). To sleep gives the lock away.
+            # A gloo thread needs the GIL to free the tensors of the last collective; if Python ends
+            # first, it aborts the process (SIGABRT, torch 2.11, 2.14). Sleeping releases the GIL.
             time.sleep(0.02)
 
 
 def _check(engine: Any, loaders: list[Any]) -> None:
-    """Raise an OptionError, or warn, where accelerate would do something else than expected."""
+    """Raise an OptionError for one process instead of several; warn of padding that counts."""
     n = max(int(os.environ.get("WORLD_SIZE", 1)), ranks.world_size())
     if n > 1 and engine.num_processes == 1:
         raise OptionError(
