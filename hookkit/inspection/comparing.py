@@ -1,4 +1,4 @@
-"""`compare_models`: runs two models on the same inputs and compares what their layers give.
+"""`compare_models` runs two models on the same inputs and compares the outputs of their layers.
 
 Builds on `sides`, `pairing` and `comparison_rows`.
 """
@@ -38,17 +38,17 @@ def compare_models(
     loss: Callable[[Any], Tensor] | None = None,
     **kwargs: Any,
 ) -> Comparison:
-    """Compare what two models give for the same inputs, layer by layer, and name the first.
+    """Compare the outputs of two models' layers for the same inputs; find the first that differs.
 
-    For a port and its reference, float32 and bfloat16, before and after surgery, training and
-    evaluation mode. `a` is the expected one. Both run in the modes in which they are, from the same
-    random state; random states, buffers and modes are restored. Compiled models run eagerly. What
-    the modules were given and gave is kept until it is compared.
+    Use it for a port and its reference, float32 and bfloat16, before and after surgery, training
+    and evaluation mode. `a` is the expected one. Both run in their current modes, from the same
+    random state; random states, buffers and modes are restored. Compiled models run eagerly. The
+    inputs and outputs of all modules are kept in memory until they are compared.
 
-    Modules are paired by name, if all layers with parameters have their equal. Otherwise by equal
-    weights, also transposed, permuted, split or fused ones; then by name, by size in the order of
-    execution, and by what is inside. A port's outputs may be laid out otherwise: channels last, or
-    with heads, batch and positions in one axis.
+    Modules are paired by name if every layer with parameters has a namesake. Otherwise they are
+    paired by equal weights, also transposed, permuted, split or fused ones; then by name, by size
+    in the order of execution, and by the pairs inside. A port's outputs may have another layout:
+    channels last, or heads, batch and positions in one axis.
 
     Args:
         a: a model, or a file that `Hooks.save` wrote: run in one environment, compare in another.
@@ -57,18 +57,18 @@ def compare_models(
         *inputs: for the models; none where both are files.
         modules: selectors of `a`'s modules, as for `select`: only these are compared. By default
             all that run, or all that the other side, a file, has.
-        names: names or globs in `a`, and what they are in `b`: `{"encoder.layers.*": "h.*"}`. A
-            wildcard in the second stands for what the one in its place in the first matches; braces
-            for as many names (`"{q,k}"`: `"{query,key}"`), or the parts of a fused weight (`"qkv"`:
-            `"{q,k,v}"`). A name stands for all below it, and the longest that fits counts:
-            `{"": "model"}` where `b` has all of `a` in its `model`. The rest is found as without.
+        names: names or globs in `a` → those in `b`: `{"encoder.layers.*": "h.*"}`. Wildcards of the
+            second are filled in order with the matches of the first. Braces stand for as many names
+            (`"{q,k}"`: `"{query,key}"`), or for the parts of a fused weight (`"qkv"`: `"{q,k,v}"`).
+            A name includes the modules inside, and the longest that fits wins: `{"": "model"}` if
+            `b` has all of `a` in its `model`. Other modules are paired as without `names`.
         rtol: relative tolerance; by default for the looser of the two dtypes 1e-5 (float32),
             1e-10 (float64), 1e-2 (float16), 5e-2 (bfloat16), 0 for whole numbers. 0 is exact.
         atol: absolute tolerance; by default `rtol` times the root mean square of `a`'s tensor.
-        grads: whether gradients are compared too: of each output, and of the parameters in the
-            compared modules, each with the innermost of them. `.grad` stays as it is.
-        loss: with `grads`, gives what is differentiated from a model's output; by default the sum
-            of all floating point tensors in it.
+        grads: also compare gradients: of each output, and of the parameters in the compared
+            modules, each with the innermost of these. `.grad` stays as it is.
+        loss: with `grads`, a function that returns the number to differentiate from a model's
+            output; by default the sum of all floating point tensors in it.
         **kwargs: keyword inputs for the models.
 
     Returns:
@@ -178,9 +178,9 @@ def _checked(which: str, x: Any) -> nn.Module | Side:
 def _chosen(
     model: nn.Module, modules: Any
 ) -> tuple[dict[str, nn.Module], dict[str, tuple[str, ...]]]:
-    """Return the modules that are compared, all that run or the selected, by name.
+    """Return the modules to compare by name: all that can run, or those selected.
 
-    With them, for those of whose results only some parts are meant, the paths of these.
+    The second dict has, for modules of which only parts of the output are selected, their paths.
     """
     root, chosen, paths = unwrap(model), dict[str, nn.Module](), dict[str, tuple[str, ...]]()
     if modules is None:
@@ -193,7 +193,7 @@ def _chosen(
 
 
 def _every_name(x: nn.Module | Side) -> list[str]:
-    """Return the names of all modules; of a file also those around the modules that it has."""
+    """Return the names of all modules; for a file, also of the modules around those in the file."""
     if isinstance(x, nn.Module):
         return [name for name, *_ in walk(x)]
     keys = [name.split(".") for name in x.types]

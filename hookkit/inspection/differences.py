@@ -1,7 +1,4 @@
-"""How far two tensors are apart, and how one of another layout is laid out as the other.
-
-Builds on `pytree`.
-"""
+"""Measure how far two tensors are apart, and bring a tensor of another layout into one's shape."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import torch
 from torch import Tensor
 
 _CHUNK = 2**16  # elements that are converted at a time, so that they stay in the cache
-_HUGE = 1e30  # the values of masks are beyond it, and say nothing of the size of the others
+_HUGE = 1e30  # larger values come from masks, and do not count for the size of a tensor
 
 # The relative tolerance by the dtype of a value, or of the parts of a complex one; 0 for others.
 # About 170 roundings in float32, 20 in half precision: what the layers of a port add up to.
@@ -26,13 +23,13 @@ _TOLERANCES = {
 
 
 class Difference(NamedTuple):
-    """How far `b` is from `a`.
+    """Holds how far `b` is from `a`.
 
     Attributes:
         max_abs_error: the largest `|a − b|`; infinite if only one of the two is NaN or infinite.
         rel_error: `‖a − b‖ / ‖a‖`; infinite if it is not finite, or `a` is zero and `b` is not.
         sqnr_db: `20 log10(‖a‖ / ‖a − b‖)`, in decibels; infinite if both are the same.
-        cosine: of the angle between them, over elements that are finite in both; NaN where one
+        cosine: of the angle between them, over elements that are finite in both; NaN if only one
             of them is zero.
         n_different: how many elements are beyond the tolerance.
     """
@@ -71,7 +68,7 @@ def difference(
         rtol: relative tolerance; by default that of the looser dtype: 1e-5 for float32.
         atol: absolute tolerance; by default `rtol` times the root mean square of `a`, so that
             values near zero are measured by the size of the others.
-        size: the least that the root mean square counts as.
+        size: the least value of the root mean square that is used.
 
     Source: the signal-to-quantization-noise ratio is that of Bennett 1948, "Spectra of quantized
     signals", with `a` as the signal.
@@ -113,8 +110,8 @@ def root_mean_square(t: Tensor) -> float:
 def _gap(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return `|p − q|`, and `p` and `q` in 64 bits.
 
-    The gap is 0 where both are the same, and infinite where it is not finite otherwise; there `p`
-    and `q` are 0, so that sums are finite and no tolerance is infinite.
+    Where one of them is NaN or infinite, the gap is 0 if both are the same, otherwise infinite;
+    there `p` and `q` are returned as 0, so that sums and tolerances stay finite.
     """
     dtype = torch.promote_types(p.dtype, q.dtype)
     if not (dtype.is_floating_point or dtype.is_complex):
@@ -131,7 +128,7 @@ def _gap(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dense(t: Tensor) -> Tensor:
-    """Return `t` as an ordinary tensor: a quantized or sparse one by its values."""
+    """Return `t` detached, as an ordinary tensor: a sparse or quantized tensor is converted."""
     t = t.detach()
     if t.layout is not torch.strided:
         t = t.to_dense()
@@ -142,7 +139,7 @@ def laid_out(y: Tensor, x: Tensor) -> Iterator[Tensor]:
     """Yield `y` in the shape of `x`, in each way in which a port may lay out the same values.
 
     Channels may be first or last, batch and positions may be one axis, and heads an axis of their
-    own. Where the sizes fit by chance there are several ways, and the caller takes the nearest.
+    own. If sizes are equal by chance there are several ways, and the caller takes the nearest.
 
     >>> [t.shape for t in laid_out(torch.ones(6, 4), torch.ones(2, 3, 4))]
     [torch.Size([2, 3, 4])]

@@ -1,4 +1,4 @@
-"""The file that `Fingerprint` writes, read back: `read_run` returns its steps.
+"""Read the file that `Fingerprint` writes: `read_run` returns its steps.
 
 A file has a line of JSON for each of these:
 
@@ -30,11 +30,11 @@ from hookkit.inspection.first_difference import Call, CallTree
 
 HEADER = '{"hookkit": "fingerprint", "version": 1}'
 SKETCH = np.dtype([("hash", "<i8"), ("numbers", "<f4", (5,))])
-"""What a file has of a tensor, its norm first; see `recorders/sketch.py`."""
+"""The hash of a tensor, then its norm and projections; see `recorders/sketch.py`."""
 
 
 class Key(NamedTuple):
-    """What a row is of. For a gradient `call` is how many have arrived there before in the step."""
+    """Names the tensor of a row; for a gradient, `call` counts those that came there before."""
 
     what: str
     batch: int
@@ -44,7 +44,7 @@ class Key(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A tensor of a step: hash (None: it could not be read), norm and projections, dtype, shape."""
+    """Holds a tensor's hash (None if it could not be read), norm and projections, dtype, shape."""
 
     hash: int | None
     numbers: npt.NDArray[np.float64]
@@ -53,12 +53,12 @@ class Seen(NamedTuple):
 
 
 class Layout:
-    """What a step consists of, without the values.
+    """Holds the calls and tensors of a step, without the values.
 
     Attributes:
         rows: for each tensor its key, the number of its sketch, its dtype and shape.
         trees: the calls of each batch.
-        kinds: for each batch and call the module's class, its mode, and its `extra_repr`.
+        kinds: for each batch, call → the module's class, its mode, and its `extra_repr`.
     """
 
     def __init__(self, calls: list[Any], rows: list[Any]) -> None:
@@ -78,7 +78,7 @@ class Layout:
 
 @dataclass
 class RunStep:
-    """A recorded step: its number, its hyperparameters by name, its layout, (n,) `SKETCH`."""
+    """Holds a recorded step: number, hyperparameters by name, layout, sketches (n,) of `SKETCH`."""
 
     number: int
     settings: dict[str, Any]
@@ -88,7 +88,7 @@ class RunStep:
     @cached_property
     def seen(self) -> dict[Key, Seen]:
         """Return all tensors of the step, in the order in which they were seen."""
-        hashes = [*self.sketches["hash"].tolist(), None]  # the last one is number -1
+        hashes = [*self.sketches["hash"].tolist(), None]  # at -1, for tensors that have no sketch
         numbers = [*self.sketches["numbers"].astype(float), np.full(5, np.nan)]
         rows = self.layout.rows
         return {key: Seen(hashes[i], numbers[i], dtype, shape) for key, i, dtype, shape in rows}
@@ -102,12 +102,12 @@ class RunStep:
         """Return whether two steps have the same rows, settings and hashes."""
         rows = self.layout.rows
         same = rows == other.layout.rows and self.settings == other.settings
-        same &= all(row[1] >= 0 for row in rows)  # otherwise some could not be read
+        same &= all(row[1] >= 0 for row in rows)  # every tensor could be read
         return same and np.array_equal(self.sketches["hash"], other.sketches["hash"])
 
 
 def read_run(path: str | Path) -> tuple[dict[int, RunStep], bool]:
-    """Return the steps by number, and whether the last line was cut as it was written.
+    """Read a file; return its steps by number, and whether its last line was cut off.
 
     Raises:
         OptionError: there is no such file, it is another kind of file or of another version of
@@ -143,7 +143,7 @@ def read_run(path: str | Path) -> tuple[dict[int, RunStep], bool]:
                 n = int(found["step"])
                 steps[n] = RunStep(n, dict(found["settings"]), layout, sketches)
         except (ValueError, TypeError, LookupError) as e:
-            if i <= len(lines):  # a whole line is followed by another, if an empty one
+            if i <= len(lines):  # not the last line, which may be cut off
                 raise error(f"is damaged in line {i} ({e})", "Record the run again.") from e
     if not steps:
         raise error("has no step", "The run had ended before its first step had.")

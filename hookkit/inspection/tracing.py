@@ -1,10 +1,10 @@
-"""`trace`: one run of a model that changes nothing, recorded by module.
+"""`trace` runs a model once, records the run by module, and restores the model.
 
-Builds on `preserve_state` and `tracer`. The model itself runs, for real; a run that gets long is
-stopped and repeated on fake tensors. PyTorch's fake tensors have a shape, a dtype and a
-device, and no values: a forward on them costs no memory and computes nothing. PyTorch makes one of
-each parameter that an operation meets; some operations on a real tensor and a number, such as
-`weight.div_(2)`, it computes for real, which `preserve_state` undoes.
+Builds on `preserve_state` and `tracer`. The model runs for real; if that takes long, it is stopped
+and repeated on PyTorch's fake tensors. These have a shape, a dtype and a device but no values, so a
+forward on them costs no memory and computes nothing. PyTorch makes a fake tensor of each parameter
+that an operation meets. It computes some operations on a real tensor and a number, such as
+`weight.div_(2)`, for real, which `preserve_state` undoes.
 
 A forward may also store a tensor outside of its modules, such as in a global list or a cached
 function. A fake tensor that stays there would come back in every later call, so it is an error.
@@ -34,8 +34,8 @@ from hookkit.inspection.tree import Tree
 
 T = TypeVar("T")
 
-# How many multiply-accumulates a real run may take, about a second of a CPU core. Beyond them the
-# model runs on fake tensors.
+# The most multiply-accumulates of a real run, about a second of a CPU core. Beyond them the model
+# runs on fake tensors.
 MAX_MACS = 2 * 10**10
 
 _LEFT = (
@@ -53,16 +53,17 @@ _TRANSFORMED = (
 def trace(
     tree: Tree, inputs: Inputs, read: Callable[[Trace], T], *, training: bool | None = None
 ) -> T:
-    """Run the model once and return `read(trace)`, called before the model is put back.
+    """Run the model once and return `read(trace)`, called before the model is restored.
 
-    The model's own error is stored in the trace. The run is repeated without values, on fake
-    tensors, where it would take long (`MAX_MACS`) or has run out of memory, and the model can run
-    so. A model on meta runs on meta.
+    An error of the model is stored in the trace. If the run takes long (`MAX_MACS`) or runs out of
+    memory, it is repeated on fake tensors if the model can run on them. A model on meta runs on
+    meta.
 
     Args:
-        tree: of the model.
-        inputs: the arguments of its forward, which gets copies.
-        training: the mode of the run, None the model's own.
+        tree: the model's `Tree`.
+        inputs: the arguments of the forward, which gets copies.
+        read: what to compute from the trace while the model is still as it ran.
+        training: the mode of the run; None keeps the model's own.
 
     Raises:
         ArgumentError: the model would wait for other processes.
@@ -91,7 +92,7 @@ def trace(
 
 
 def _refuse_waiting(tree: Tree, training: bool | None) -> None:
-    """Raise if a run of this process alone would wait for the others."""
+    """Raise if a run in this process alone would wait for other processes."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     for m in (*tree.wrappers, *tree.modules):
         if type(m).__module__.startswith("torch.distributed.fsdp"):
@@ -117,9 +118,10 @@ def _run(
     bounded: bool = False,
     keeps: bool = False,
 ) -> tuple[Trace, T]:
-    """Run once, on the fake tensors of `mode` if there is one; `Stopped` is raised if `bounded`.
+    """Run once, on the fake tensors of `mode` if it is given; raise `Stopped` if it gets too long.
 
-    `keeps` is for a forward that differentiates, which needs the tensors that autograd saves.
+    Only a `bounded` run is stopped. `keeps` is for a forward that differentiates, which needs the
+    tensors that autograd saves.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))  # off before copies are made
@@ -129,10 +131,10 @@ def _run(
         tracer.trace.not_restored = state.not_restored
         tracer.attach(stack)
         if torch.is_autocast_cache_enabled():
-            # the run makes what was made before it again, and keeps none of its own
+            # the run must not use casts from before it, and must not leave its own
             torch.clear_autocast_cache()
             stack.callback(torch.clear_autocast_cache)
-        # `mode` uses these wherever it meets the model's tensors, and autograd saves them
+        # `mode` replaces the model's tensors by these, so these are what autograd saves
         own = [t for t in tree.tensors if mode is not None and not nn.parameter.is_lazy(t)]
         fakes = [mode.from_tensor(t) for t in own]
         if tree.is_meta:
@@ -168,9 +170,9 @@ def _run(
 
 
 def _may_run_fake(tree: Tree) -> bool:
-    """Return whether only the model's own code runs: no hooks or patched forward of a user.
+    """Return True unless the user has hooked the model or patched a forward.
 
-    These are there for values: a hook that records or compares would get tensors without any.
+    Such code expects values, which fake tensors do not have.
     """
     modules = (*tree.wrappers, *tree.modules)
     tables = [vars(m)[name] for m in modules for name in ("_forward_pre_hooks", "_forward_hooks")]
@@ -186,9 +188,9 @@ def _may_run_fake(tree: Tree) -> bool:
 
 
 def _run_fake(tree: Tree, run: Callable[..., tuple[Trace, T]]) -> T | None:
-    """Return what `run(mode=…)` read of a run with a new mode of fake tensors.
+    """Run on fake tensors; return what `run` read, or None if the model raised.
 
-    Return None if the model raised, which it does if it needs values.
+    A model raises if it needs values.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to load
 
@@ -212,10 +214,10 @@ def _run_fake(tree: Tree, run: Callable[..., tuple[Trace, T]]) -> T | None:
 def _holders(mode: Any) -> list[Any]:
     """Return the Python objects that hold a fake tensor of `mode`.
 
-    Tensors that only PyTorch holds do no harm: it never frees some autograd graphs. Python does not
-    tell who holds a tensor after `gc.freeze()`; then the tensors themselves are returned.
+    Tensors that only PyTorch holds (it never frees some autograd graphs) do no harm. After
+    `gc.freeze()` Python cannot find the holders; then the tensors themselves are returned.
     """
-    gc.collect()  # some may wait in a reference cycle
+    gc.collect()  # frees fake tensors in reference cycles
     fakes: tuple[Any, ...] = tuple(
         x
         for x in gc.get_objects()

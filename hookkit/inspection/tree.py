@@ -1,4 +1,4 @@
-"""`Tree`: a model read once: its places in order, its modules, and the tensors that each holds.
+"""`Tree` reads a model once: the places of its modules in order, and the tensors that each holds.
 
 Builds on `modules`. A trace, the rows of a summary and its warnings all need names, modules and
 parameters; they share one `Tree`, so that a model is walked once and a module has the same name
@@ -43,7 +43,7 @@ class Place:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the only or the first place of its module."""
+        """Return whether this is the first (or only) place of its module."""
         return self.name == self.first
 
 
@@ -98,7 +98,7 @@ class Tree:
         self.is_meta = any(t.is_meta for t in self.tensors)
 
     def _open(self, at: Place) -> list[nn.Module]:
-        """Fill `at` with what its module holds; return modules inside that get no place."""
+        """Fill `at` with its module's tensors and children; return modules that get no place."""
         others: list[nn.Module] = []
         at.params = dict(at.module.named_parameters(recurse=False))
         at.buffers = list(at.module.buffers(recurse=False))
@@ -127,7 +127,7 @@ def dtype_name(t: Tensor) -> str:
 
 
 def storage_of(t: Tensor) -> tuple[Any, int]:
-    """Return identity and bytes of the memory behind `t`; views of one storage share both."""
+    """Return an identity and the bytes of the memory of `t`; views of one storage share both."""
     try:
         storage = t.untyped_storage()
         # PyTorch keeps one Python object for each storage; its `data_ptr` is 0 for fake tensors
