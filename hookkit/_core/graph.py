@@ -1,8 +1,8 @@
 """Walk the autograd graph behind a tensor: its nodes, each once, and their names.
 
-A node (`t.grad_fn`) holds the nodes whose results it takes in
-`next_functions`; the ones without any are parameters and other leaves, which they hold as
-`variable`. Nothing here computes or keeps a tensor alive.
+A node (`t.grad_fn`) has the nodes whose results it takes in `next_functions`. A node without any
+stands for a parameter or another leaf, its `variable`. Nothing here computes a tensor or keeps one
+alive.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hookkit._core.pytree import tree_leaves
 SAME_ORDER = frozenset(
     ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "ToCopy")
 )
-"""Operations whose result holds the values that they are given, in the same order."""
+"""Operations whose result holds the values of their input, in the same order."""
 
 SAME_VALUES = SAME_ORDER | {"Transpose", "T", "Permute"}
 """The same in any order."""
@@ -26,7 +26,7 @@ PARTS = frozenset(
         *("Expand", "Index", "IndexSelect", "Gather", "MaskedSelect"),
     )
 )
-"""Operations whose result holds some of the values that they are given, or repeats them."""
+"""Operations whose result holds some of the values of their input, or repeats them."""
 
 
 def inputs_of(node: Any) -> list[Any]:
@@ -105,9 +105,7 @@ def first_input(node: Any) -> Any:
 
 
 def only_input(node: Any) -> Any:
-    """Return the one node whose result `node` takes; None if several of its inputs, or none, have
-    a gradient.
-    """
+    """Return the only node whose result `node` takes; None if there are several or none."""
     inputs = inputs_of(node)
     return inputs[0] if len(inputs) == 1 else None
 

@@ -1,4 +1,4 @@
-"""`Comparison`: how far the layers of two models are apart, and where that begins.
+"""`Comparison` holds how far the layers of two models are apart, and where the difference begins.
 
 Builds on `first_difference`.
 """
@@ -25,7 +25,7 @@ _HEAD = ("layer", "shape", "rel_error", "input_error", "sqnr_db", "max_abs_error
 
 @dataclass(frozen=True)
 class Row:
-    """Says how far one tensor of the two models is apart, or which of them has it alone.
+    """Holds how far one tensor of the two models is apart, or that only one of them has it.
 
     Attributes:
         name: of the module in the first model, with the path of the tensor in what it returns;
@@ -42,13 +42,13 @@ class Row:
         sqnr_db: the signal-to-quantization-noise ratio, `20 log10(‖a‖ / ‖a − b‖)`, in decibels.
         cosine: of the angle between the two.
         n_different: elements beyond the tolerance.
-        input_error: the largest `rel_error` of what the module was given; NaN where that is not
-            known. A layer whose error is far above it makes errors or amplifies them.
-        paired: how the two modules were found to be the same: by `"name"`, `"names="`,
-            `"weights"`, their `"order"`, or what they are `"around"`.
+        input_error: the largest `rel_error` of the module's inputs; NaN if it is not known. A layer
+            whose error is far above it makes errors or amplifies them.
+        paired: how the two modules were paired: by `"name"`, `"names="`, `"weights"`, their
+            `"order"`, or the pairs that they are `"around"`.
         place: for the first difference, where in the module's forward it begins, in words.
-        problem: why the values could not be compared; `""` where they were.
-        path: the path of the tensor in what the module returns, `""` for that itself.
+        problem: why the values could not be compared; `""` if they were.
+        path: the path of the tensor in the module's output; `""` for the output itself.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The rows of a comparison, and the first of them, from what two sides gave and which are pairs.
+"""Make the rows of a comparison from two sides and their pairs, and find the first that differs.
 
 Builds on `pairing`, `differences` and `first_difference`.
 """
@@ -29,16 +29,16 @@ from hookkit.inspection.first_difference import Call
 from hookkit.inspection.pairing import Pair, braced, feature_orders, main_pair, names_of
 from hookkit.inspection.sides import Key, Side, float_dtype
 
-_AMPLIFIES = 8  # an output's error that is below so many times that of the inputs comes from them
+_AMPLIFIES = 8  # an output whose error is below 8 times that of its inputs gets it from these
 
 
 class RowMaker:
     """Compares two sides, pair by pair.
 
     Attributes:
-        strict: True if both sides have the same names. What only one of them has is a difference
-            then; a port is built otherwise, and what it lacks is not judged.
-        rows: the rows, each with its key; None for what only the second side has.
+        strict: True if both sides have the same names. Then a tensor that only one side has is a
+            difference. A port is built in another way, so what only one side has is not judged.
+        rows: the rows, each with its key; the key is None if only the second side has the tensor.
         not_judged: what could not be compared, with the reason.
         input_error: the relative error of the inputs of each call.
         inputs_differ: the calls whose inputs are beyond the tolerance, or could not be compared.
@@ -62,7 +62,7 @@ class RowMaker:
         self._compared = set[tuple[Key, str]]()  # of the second side, with the path
         models = [side.modules[""] for side in (first, second) if "" in side.modules]
         self._dtypes = [dtype for m in models if (dtype := float_dtype(m)) is not None]
-        # the parts of results that are meant, by the second's names
+        # module of the second side → the selected parts of its output
         limits = {self.pair_of[n].b[0]: p for n, p in first.paths.items() if n in self.pair_of}
         self._limits = limits | second.paths
         # A gradient may be rounding alone (of a key's bias), so all are measured by the largest.
@@ -76,7 +76,7 @@ class RowMaker:
         """Return the rows of all pairs, and where the difference begins.
 
         Args:
-            selected: the second side may have modules that were not asked for.
+            selected: the second side may have modules that were not selected, and do not count.
         """
         for key in self.first.values:
             pair = self.pair_of.get(key.call.name)
@@ -123,9 +123,9 @@ class RowMaker:
         self._add_alone(self.first, key, key, [p for p in xs if p[0] not in mine])
 
     def _parts(self, side: Side, names: tuple[str, ...], key: Key, pair: Pair) -> Parts | None:
-        """Return what the modules `names` gave, fused ones joined; None if one gave nothing.
+        """Return the values of the modules `names`, joined if fused; None if a module has none.
 
-        If some paths were selected, only what is there; beside a file, tensors alone.
+        If paths were selected, only these are returned; if a side is a file, only tensors.
         """
         every = [side.values.get(Key(key.what, Call(name, key.call.n))) for name in names]
         parts = [p for p in every if p is not None]
@@ -155,7 +155,7 @@ class RowMaker:
         return Row(name, name, kind, key.what, key.call.n, shape, path=path)
 
     def _add_alone(self, side: Side, key: Key | None, there: Key, parts: Parts) -> None:
-        """Add what one side gives and the other does not: as a difference, or as not judged."""
+        """Add the tensors that only one side has: as differences if strict, else as not judged."""
         one, other = ("first", "second") if side is self.first else ("second", "first")
         rows = [self._row(side, there, path, x) for path, x in parts]
         if self.strict:
@@ -167,7 +167,7 @@ class RowMaker:
     def _add_modules(self, side: Side, known: list[str], other: str) -> None:
         """Add the modules of `side` without a partner.
 
-        Beside a file they are differences: nothing that the whole model gives may be in it.
+        If a side is a file they are differences, because the file may lack the model's own output.
         """
         for name in [n for n in side.ran() if n not in known]:
             module = side.modules.get(name)
@@ -189,7 +189,7 @@ class RowMaker:
     # -- values ------------------------------------------------------------------------------------
 
     def _values(self, x: Any, y: Any, pair: Pair, what: str) -> dict[str, Any]:
-        """Return how far `y` is from `x`, as fields of a row, or the problem that prevents that."""
+        """Return fields of a row: how far `y` is from `x`, or why they cannot be compared."""
         if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
             kind = type(y if isinstance(x, Tensor) else x).__name__
             problem = f"a {kind}, in which hookkit finds no tensor"
@@ -204,9 +204,9 @@ class RowMaker:
         return {"problem": f"{describe(y)} in the second"}
 
     def _difference(self, x: Tensor, y: Tensor, pair: Pair, what: str) -> Difference | None:
-        """Return how far `y` is from `x`, in the layout in which it is nearest; None if none fits.
+        """Return how far `y` is from `x` in its nearest layout; None if no layout fits.
 
-        Two modules with the same name have the same layout.
+        Layouts are tried only if the sides are not `strict`.
         """
         if any(t.is_nested or t.is_meta for t in (x, y)):
             return None
@@ -238,7 +238,7 @@ class RowMaker:
     def _compare_inputs(self, call: Call, pair: Pair, called: bool) -> float:
         """Note how far the inputs of a call are apart, and return their relative error.
 
-        A call that one side lacks begins the difference, and so does the model.
+        The model's own inputs, and those of a call that one side lacks, count as equal.
         """
         self.input_error[call] = math.nan
         if self.has_file:
@@ -279,11 +279,12 @@ class RowMaker:
         if self.has_file and not self.strict and Call("") in judged - errors.keys():
             self._leave_out(errors)
             errors.clear()
+        # Find the makers of the difference; if one is without effect, leave it out and try again.
         while True:
             from_inputs = {c for c, e in errors.items() if e < _AMPLIFIES * self.input_error[c]}
             makers = tree.makers(self.inputs_differ | from_inputs, errors)
             cut = [c for c in makers if self._has_no_effect(c, makers, inside, errors)]
-            if self.strict:  # what both give is compared; what one lacks may have no effect
+            if self.strict:  # only calls that one side lacks may be without effect
                 both = {k.call for k, r in self.rows if k and r.differs and not r.is_alone}
                 cut = [c for c in cut if c not in both]
             if not cut:
@@ -299,12 +300,12 @@ class RowMaker:
                 return at, f"as errors of its layers add up, from {begins.name} on"
             return at, tree.place(makers[0], self.inputs_differ, judged)
         if begins is not None and Call("") in judged:
-            # rounding adds up within the model, and what the model gives agrees
+            # only rounding that adds up inside the model, whose own output agrees
             differ = [i for i in differ if self.rows[i][1].what != "output"]
         return (differ[0], self._where(differ[0])) if differ else (None, "")
 
     def _leave_out(self, calls: Collection[Call]) -> None:
-        """Take what differs in `calls` for something that a port gives otherwise."""
+        """Move the outputs of `calls` that differ to `not_judged`, because they have no effect."""
         rows, self.rows = self.rows, []
         for key, row in rows:
             if row.differs and key is not None and key.what == "output" and key.call in calls:
@@ -314,7 +315,7 @@ class RowMaker:
                 self.rows.append((key, row))
 
     def _where(self, at: int) -> str:
-        """Return in words which rows around the first that differs agree, if no call makes it."""
+        """Return in words where the difference of row `at` begins, if no call made it."""
         key, row = self.rows[at]
         if self.has_file:
             return "of unknown inputs, as a file has none"
@@ -335,11 +336,11 @@ class RowMaker:
         inside: dict[Call, list[Call]],
         errors: dict[Call, float],
     ) -> bool:
-        """Return whether a module of a port gives something else, and what comes of it is the same.
+        """Return whether the output of `call` differs, but nothing that is computed from it does.
 
-        A residual, a norm or a scale may be inside a module here and outside of it there. Nothing
-        that runs later is given another input then, and the module around agrees; or something
-        differs by itself before that.
+        A port may have a residual, a norm or a scale inside a module that the other model has
+        outside of it. Then all later calls have equal inputs and the module around agrees; or a
+        later call makes a difference by itself before an input differs.
         """
         outer = next((c for c in self.first.tree.around(call) if c in inside), None)
         if outer is None:
@@ -351,9 +352,9 @@ class RowMaker:
 
 
 def _matched(xs: Parts, ys: Parts, strict: bool) -> list[tuple[str, Any, str, Any]]:
-    """Return the parts that belong together: those with the same path.
+    """Return the parts of `xs` and `ys` that belong together: those with the same path.
 
-    Where the structures differ, those in the same place; of a port the two that are meant.
+    If the structures differ, parts are matched by place if strict, otherwise by `main_pair`.
     """
     there = dict(ys)
     if {path for path, _ in xs} != set(there):
