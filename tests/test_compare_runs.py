@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hookkit import Fingerprint, compare_runs, watch
-from hookkit.errors import OptionError
+from hookkit.errors import NeverFiredWarning, OptionError
 
 
 class Block(nn.Module):
@@ -273,3 +274,94 @@ def test_a_line_that_was_cut_is_said(tmp_path: Path) -> None:
     assert found.first is None
     assert found.verdict.startswith("3 steps compared")
     assert found.not_judged == ("only a has: step 3", "cut as it was written: the last line of b")
+
+
+class Noise:
+    """A training with AdamW, in which the bias before a batch norm has a gradient of rounding."""
+
+    def __init__(self, seed: int, layer_at: int = 99, grad_at: int = 99) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+        self.noise = torch.Generator().manual_seed(seed)
+        self.layer_at, self.grad_at = layer_at, grad_at
+
+    def run(self, path: Path, n: int = 20, **how: Any) -> Path:
+        net, opt = self.net, torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        with watch(net, opt, Fingerprint(path, **how)):
+            for step in range(n):
+                x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+                if step == self.layer_at:
+                    net[1].eps = 0.1
+                nn.functional.cross_entropy(net(x), (x[:, 0] > 0).long()).backward()
+                net[0].bias.grad = 1e-9 * torch.randn(6, generator=self.noise)
+                if step == self.grad_at:
+                    net[3].weight.grad.mul_(1.1)
+                opt.step()
+                opt.zero_grad()
+        return path
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_steps_that_adam_makes_of_rounding_are_not_judged(every: int, tmp_path: Path) -> None:
+    a = Noise(1).run(tmp_path / "a", every=every)
+    b = Noise(2).run(tmp_path / "b", every=every)
+
+    found = compare_runs(a, b, rtol=1e-3)
+    assert found.first is None
+    (reason,) = found.not_judged
+    assert reason.startswith("depends on a gradient that may be rounding")
+    assert "0.bias" in reason
+    assert compare_runs(a, b).first is not None
+
+
+def test_a_fault_is_found_beside_steps_made_of_rounding(tmp_path: Path) -> None:
+    a = Noise(1).run(tmp_path / "a")
+    grad = compare_runs(a, Noise(2, grad_at=10).run(tmp_path / "b"), rtol=1e-3).first
+    layer = compare_runs(a, Noise(2, layer_at=10).run(tmp_path / "c"), rtol=1e-3)
+
+    assert grad is not None
+    assert (grad.step, grad.what, grad.name) == (10, "param_grad", "3.weight")
+    assert layer.first is not None
+    assert (layer.first.step, layer.first.what, layer.first.name) == (10, "output", "1")
+    assert (
+        "1 (BatchNorm1d) differs, its inputs were not judged: eps=1e-05 in a, eps=0.1 in b"
+        in layer.verdict
+    )
+
+
+def _in_mode(path: Path, training: bool, factor: float = 1.0) -> Path:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).train(training)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NeverFiredWarning)
+        with watch(net, opt, Fingerprint(path)):
+            for _ in range(2):
+                (net(torch.ones(4, 2)).pow(2).mean() * factor).backward()
+                opt.step()
+    return path
+
+
+@pytest.mark.parametrize("rtol", [None, 1e-3])
+def test_a_step_whose_forward_was_in_evaluation_mode_says_so(
+    rtol: float | None, tmp_path: Path
+) -> None:
+    a, b = _in_mode(tmp_path / "a", False), _in_mode(tmp_path / "b", False, factor=2.0)
+    train = _in_mode(tmp_path / "c", True)
+    doubled = _in_mode(tmp_path / "d", True, factor=2.0)
+
+    same, both = compare_runs(a, a, rtol=rtol), compare_runs(a, b, rtol=rtol)
+    one, agree = compare_runs(a, doubled, rtol=rtol), compare_runs(train, a, rtol=rtol)
+
+    unseen = "no forward was recorded in {} (the model was in evaluation mode): step 0"
+    assert unseen.format("a") + ", step 1" in same.not_judged
+    assert {unseen.format("a"), unseen.format("b")} == {*both.not_judged}
+    assert both.verdict.endswith("; no forward was recorded, so the layer is not known")
+    assert one.first is not None
+    assert one.first.what == "param_grad"
+    assert one.verdict.startswith(
+        "step 0: the model was in evaluation mode in a, in training mode in b, so no forward was "
+        "recorded in a; after it, the gradient of 1.bias differs"
+    )
+    assert agree.first is None
+    assert unseen.format("b") + ", step 1" in agree.not_judged

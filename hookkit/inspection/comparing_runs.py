@@ -117,7 +117,8 @@ def compare_runs(a: str | Path, b: str | Path, *, rtol: float | None = None) -> 
         rtol: the largest `RunRow.rel_error` that counts as equal. None compares bit for bit, for
             trainings on the same machine. Use 1e-3 for other hardware, another number of processes,
             or batches that are split in another way; in this last case only the gradients of
-            parameters and the weights are compared.
+            parameters and the weights are compared. A weight is not judged if its gradient is so
+            small that it may be rounding: Adam makes whole steps of that too.
 
     Raises:
         OptionError: a file cannot be read, is no fingerprint or has no step; the runs have no
@@ -156,9 +157,12 @@ def compare_runs(a: str | Path, b: str | Path, *, rtol: float | None = None) -> 
         if alone := own.keys() - shared:
             notes[f"only {name} has"] = {_range(alone): None}
     rows, first, verdict, previous = list[RunRow](), None, "", None
+    noisy = set[str]()
     for s in shared:
+        for why in _unseen(steps[s], others[s]):
+            notes.setdefault(why, {})[f"step {s}"] = None
         if not steps[s].same_bits(others[s]):
-            pair = _Steps(s, steps[s], others[s], limit, notes)
+            pair = _Steps(s, steps[s], others[s], limit, notes, noisy)
             if (first := pair.first) is not None:
                 rows = [r for r in pair.rows if r.what not in _EXPLAINS]
                 verdict = _verdict(pair, first, previous)
@@ -213,15 +217,24 @@ class _Steps:
         rows: in the order in which the step computed them.
         first: the row that answers; None if no row differs.
         scales: of the GradScalers, in words, if they differ; otherwise `""`.
+        fed: the modules that take what a layer with a weight in `noisy` returns.
     """
 
-    def __init__(self, number: int, x: RunStep, y: RunStep, rtol: float, notes: Notes) -> None:
+    def __init__(
+        self, number: int, x: RunStep, y: RunStep, rtol: float, notes: Notes, noisy: set[str]
+    ) -> None:
         self.x, self.y, self._number, self._rtol, self._notes = x, y, number, rtol, notes
         self._sizes = _sizes(x)
+        noisy.update(self._noise())
+        self._noisy, layers = noisy, {name.rpartition(".")[0] for name in noisy}
+        moved = {r.hash for k, r in x.seen.items() if k.what == "output" and k.name in layers}
+        self._moved = moved - {None}
+        self.fed = {k.name for k, r in x.seen.items() if k.what == "input" and r.hash in moved}
         by = [[float(s.numbers[0]) for k, s in step.seen.items() if k.what == "scale"] or [1.0]
               for step in (x, y)]  # fmt: skip
         self.scales = f"{by[0][-1]:g} in a, {by[1][-1]:g} in b" if by[0] != by[1] else ""
-        is_split = rtol > 0 and _given(x) != _given(y)
+        is_unseen = bool(_unseen(x, y))
+        is_split = rtol > 0 and not is_unseen and _given(x) != _given(y)
         rows = list[RunRow | None]()
         for key in [*x.seen, *(key for key in y.seen if key not in x.seen)]:
             if key.what == "grad" and self.scales:
@@ -232,7 +245,7 @@ class _Steps:
                 rows.append(self._row(key))
         settings = {name: (x.settings.get(name), y.settings.get(name))
                     for name in {**x.settings, **y.settings}}  # fmt: skip
-        if not is_split:
+        if not is_split and not is_unseen:
             n, m = len(x.layout.trees), len(y.layout.trees)
             rows.append(self._setting("batches", "of the step", n, m))
         rows += [self._setting("setting", name, p, q) for name, (p, q) in settings.items()]
@@ -242,6 +255,30 @@ class _Steps:
 
     def _note(self, why: str, what: str) -> None:
         self._notes.setdefault(why, {})[what] = None
+
+    def _noise(self) -> set[str]:
+        """Return the parameters whose gradients differ, and are too small for that to count.
+
+        The true gradient of a bias before a batch norm, or of a key, is 0. What is computed is
+        rounding, of which Adam makes steps as large as all others. The weight and the layer's
+        output differ then, until the batch norm or the softmax takes the difference away.
+        """
+        found = set[str]()
+        for key, r in self.x.seen.items():
+            q = self.y.seen.get(key)
+            if key.what == "param_grad" and self._rtol and q is not None and r.shape == q.shape:
+                own, beside = (_rel_error(r, q, s) for s in (0.0, self._sizes["param_grad"]))
+                if r.hash != q.hash and beside <= self._rtol < own:
+                    found.add(key.name)
+        return found
+
+    def _is_noise(self, key: Key, r: Seen) -> bool:
+        """Return whether a row that differs may do so by a weight in `noisy` alone."""
+        if key.what in ("input", "output"):
+            return r.hash in self._moved
+        is_average = key.name.rpartition(".")[0] in self.fed  # a batch norm's, of its inputs
+        is_weight = key.name in self._noisy
+        return key.what in ("before", "weight", "buffer") and (is_weight or is_average)
 
     def _setting(self, what: str, name: str, p: Any, q: Any) -> RunRow:
         floats = isinstance(p, float) and isinstance(q, float)
@@ -284,6 +321,10 @@ class _Steps:
         if self._rtol and math.isnan(error):
             self._note("norms that are not finite", row().label)
         differs = (error > self._rtol or not self._rtol) and key.what not in _EXPLAINS
+        if differs and self._rtol and self._is_noise(key, r):
+            why = "depends on a gradient that may be rounding, of which Adam makes whole steps"
+            self._note(why, row().label)
+            return None
         return row(error, differs, problem)
 
     def _first(self) -> RunRow | None:
@@ -303,6 +344,14 @@ class _Steps:
         """Return the calls of a batch in which a row of the kind `what` differs."""
         mine = (r for r in self.rows if r.differs and (r.what, r.batch) == (what, batch))
         return {Call(r.name, r.call) for r in mine}
+
+
+def _unseen(x: RunStep, y: RunStep) -> list[str]:
+    """Return for each run whose step has no forward a sentence that says so."""
+    runs = [(name, step.layout) for name, step in (("a", x), ("b", y))]
+    mode = " (the model was in evaluation mode)"
+    return [f"no forward was recorded in {name}{mode * (not layout.training)}"
+            for name, layout in runs if not any(tree.begun for tree in layout.trees)]  # fmt: skip
 
 
 def _given(x: RunStep) -> list[Any]:
@@ -349,6 +398,7 @@ def _verdict(pair: _Steps, first: RunRow, previous: int | None) -> str:
     share = f"{len(bad)} of {sum(r.what == first.what for r in pair.rows)} do"
     layer = (first.name or "the model") + f" ({first.type})" * bool(first.type)
     step = f"step {first.step}" + f", batch {first.batch}" * bool(first.batch)
+    unseen = _unseen(pair.x, pair.y)
     scales = f"; the GradScaler's scale is {pair.scales}" * bool(pair.scales)
     if first.what == "before":
         why = first.problem or "another initialisation, seed or checkpoint, or a part of it"
@@ -363,7 +413,9 @@ def _verdict(pair: _Steps, first: RunRow, previous: int | None) -> str:
     elif first.what == "output":
         text = _of_output(pair, first, layer)
     elif first.what == "loss":
-        text = "the loss differs, what the model returns does not: labels, or the loss function"
+        text = "the loss differs"
+        if not unseen:
+            text += ", what the model returns does not: labels, or the loss function"
     elif first.what == "grad":
         grads = [r for r in pair.rows if r.what == "grad"]
         before = grads[max(grads.index(first) - 1, 0)]
@@ -399,6 +451,12 @@ def _verdict(pair: _Steps, first: RunRow, previous: int | None) -> str:
         if not any((r.what, r.name) == ("param_grad", first.name) for r in pair.rows):
             text = f"weight {first.name} differs after the step, and it has no gradient: it was "
             text += "changed outside of the optimizer"
+    if len(unseen) == 1 and pair.x.layout.training != pair.y.layout.training:
+        runs = "ab" if pair.y.layout.training else "ba"
+        mode = "the model was in evaluation mode in {}, in training mode in {}".format(*runs)
+        text = f"{mode}, so no forward was recorded in {runs[0]}; after it, {text}"
+    elif unseen:
+        text += "; no forward was recorded, so the layer is not known"
     return f"{step}: {text}{scales}"
 
 
@@ -420,6 +478,9 @@ def _of_output(pair: _Steps, first: RunRow, layer: str) -> str:
     call = Call(first.name, first.call)
     path = f" {first.path}" * bool(first.path)
     text = f"the output{path} of {layer} differs, its inputs do not"
+    inputs = {(r.name, r.call, r.batch) for r in pair.rows if r.what == "input"}
+    if first.name in pair.fed and (*call, first.batch) not in inputs:
+        text = f"the output{path} of {layer} differs, its inputs were not judged"
     (type_a, mode_a, says_a), (type_b, mode_b, says_b) = (
         step.layout.kinds[first.batch][call] for step in (pair.x, pair.y)
     )
