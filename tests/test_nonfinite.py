@@ -129,6 +129,133 @@ def test_the_path_goes_from_the_first_call_to_the_output() -> None:
     assert found.to_dict()["first"]["made"].endswith("2 of 8 NaN")
 
 
+def memory(x: Tensor) -> Tensor:
+    """Memory that a function writes into, and that is NaN before."""
+    return torch.full_like(x, math.nan)
+
+
+def in_parts(x: Tensor) -> Tensor:
+    y = memory(x)
+    y[:1] = x[:1]
+    y[1:] = x[1:].log()  # bad
+    return y
+
+
+def part_left_out(x: Tensor) -> Tensor:
+    y = memory(x)
+    y[1, :2] = x[1, 2:].log()  # bad
+    y[1, 2:] = 1.0
+    y[0] = 1.0
+    return y
+
+
+def in_views(x: Tensor) -> Tensor:
+    y = memory(x)
+    y[0].copy_(x[0].log())  # bad
+    y[1].zero_()
+    return y
+
+
+def at(y: Tensor, key: Any, value: Any) -> Tensor:
+    y[key] = value
+    return y
+
+
+ROWS, BOTH = torch.tensor([0, 1]), torch.arange(2)[:, None].expand(2, 4)
+MASK = torch.ones(2, 4, dtype=torch.bool)
+WRITES: list[tuple[str, Callable[[Tensor, Tensor], Tensor]]] = [
+    ("copy_", lambda y, v: y.copy_(v)),
+    ("setitem", lambda y, v: at(y, slice(None), v)),
+    ("setitem by a mask", lambda y, v: at(y, y.isnan(), v.flatten())),
+    ("index_copy_", lambda y, v: y.index_copy_(0, ROWS, v)),
+    ("index_put_", lambda y, v: y.index_put_((ROWS,), v)),
+    ("masked_scatter_", lambda y, v: y.masked_scatter_(MASK, v)),
+    ("scatter_", lambda y, v: y.scatter_(0, BOTH, v)),
+    ("put_", lambda y, v: y.put_(torch.arange(8).view(2, 4), v)),
+    ("zero_", lambda y, v: y.zero_().add_(v)),
+    ("fill_", lambda y, v: y.fill_(2.0).add_(v)),
+    ("masked_fill_", lambda y, v: y.masked_fill_(MASK, 2.0).add_(v)),
+    ("index_fill_", lambda y, v: y.index_fill_(0, ROWS, 2.0).add_(v)),
+    ("index_copy", lambda y, v: y.index_copy(0, ROWS, v)),
+    ("where", lambda y, v: torch.where(MASK, v, y)),
+    ("where out=", lambda y, v: torch.where(MASK, v.detach(), v.detach(), out=y)),
+    ("stack out=", lambda y, v: torch.stack([v[0].detach(), v[1].detach()], out=y)),
+]
+
+
+@pytest.mark.parametrize("write", [w for _, w in WRITES], ids=[name for name, _ in WRITES])
+def test_a_write_over_memory_that_was_nan_is_made_by_what_was_written(
+    write: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    bad = find_nonfinite(around(Lambda(lambda x: write(memory(x), torch.log(x)))), X)
+    fine = find_nonfinite(around(Lambda(lambda x: write(memory(x), torch.exp(x)))), X)
+
+    assert bad.verdict.startswith("first non-finite: log (test_nonfinite.py:")
+    assert bad.verdict.endswith("in block (Lambda), of finite inputs")
+    assert fine.first is None
+
+
+@pytest.mark.parametrize(
+    ("function", "f"),
+    [
+        ("log", in_parts),
+        ("log", part_left_out),
+        ("log", in_views),
+        ("log", lambda x: torch.log(x.detach(), out=memory(x))),
+        ("div", lambda x: torch.div(x.detach(), 0, out=memory(x))),
+        ("copy", lambda x: memory(x).half().copy_(x * 1e5)),
+        ("fill", lambda x: memory(x).fill_(math.nan)),
+        ("full_like", lambda x: memory(x) + x),
+        ("full_like", lambda x: at(memory(x), 0, x[0])),
+        ("full_like", lambda x: at(at(memory(x), 1, x[1].log()), 1, x[1])),
+        ("full_like", lambda x: at(at(at(memory(x), 1, 1.0), 1, x[1].log()), 1, x[1])),
+        ("log", lambda x: at(x.log(), 0, x[0].exp())),
+        ("log", lambda x: at(at(x.log(), 0, (x[0] - 9).sqrt()), 0, x[0])),
+        ("sqrt", lambda x: at(at(x.log(), 0, (x[0] - 9).sqrt()), 1, x[1])),
+    ],
+)
+def test_a_write_into_a_part_leaves_the_maker_of_the_rest(
+    function: str, f: Callable[[Tensor], Tensor]
+) -> None:
+    first = find_nonfinite(around(Lambda(f)), X).first
+
+    assert first is not None
+    assert (first.function, first.name) == (function, "block")
+
+
+@pytest.fixture
+def nan_memory() -> Any:
+    """Have PyTorch fill memory that it allocates with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_memory")
+@pytest.mark.parametrize("new", [torch.empty_like, lambda x: x.new_empty(2, 4)])
+def test_an_allocation_is_named_only_if_it_is_read_unwritten(
+    new: Callable[[Tensor], Tensor],
+) -> None:
+    def unrelated(x: Tensor) -> Tensor:
+        new(x)
+        raise ValueError("no NaN here")
+
+    written = find_nonfinite(around(Lambda(lambda x: new(x).copy_(x))), X, backward=True)
+    bad = find_nonfinite(around(Lambda(lambda x: new(x).copy_(x.log()))), X)
+    unwritten = find_nonfinite(around(Lambda(lambda x: at(new(x), 0, x[0]))), X)
+    of_bad = find_nonfinite(around(Lambda(lambda x: new(x.log()) + x)), X)
+
+    assert written.first is None
+    assert bad.first is not None
+    assert bad.first.function == "log"
+    for found in (unwritten, of_bad):
+        assert "empty" in found.verdict
+        assert "memory that no seen function wrote (test_nonfinite.py:" in found.verdict
+        assert found.verdict.endswith("in block (Lambda)")
+    with pytest.raises(ValueError, match="no NaN here"):
+        find_nonfinite(around(Lambda(unrelated)), X)
+
+
 def test_what_was_there_before_is_named() -> None:
     model = around(nn.BatchNorm1d(4).eval())
     spoiled = around(nn.BatchNorm1d(4).eval())

@@ -47,6 +47,19 @@ from hookkit.inspection.tree import storage_of
 _HOME, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 _NOT_USERS = f"{_HOME}{os.sep}", f"{_TORCH}{os.sep}", "<frozen"
 _UNSEEN = "a function that was not seen"
+# functions, by their plain names, whose result is memory as it was: it may hold NaN
+_ALLOCATE = frozenset(
+    ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+)
+_FILL = frozenset(("full", "full_like", "new_full", "fill"))
+# functions that, in place, replace values of their first argument and do not read them
+_OVERWRITE = frozenset(("copy", "fill", "fill_diagonal", "put", "scatter", "setitem", "zero")) | {
+    "index_copy",
+    "index_fill",
+    "index_put",
+    "masked_fill",
+    "masked_scatter",
+}
 _LINE = re.compile(r'\s*File "(.*)", line (\d+), in ')
 
 
@@ -61,7 +74,8 @@ class NonFiniteCall:
         backward: gradients are not finite.
         file, line: the innermost line of source outside of PyTorch; `""` and 0 if not known.
         made, given: the values of the result and of the inputs, in words.
-        inputs_finite: whether all inputs (gradients) were finite; None if there were none.
+        inputs_finite: whether all inputs (gradients) were finite; None if there were none, or if
+            the function allocates memory that was read before a function wrote it.
     """
 
     name: str
@@ -107,7 +121,8 @@ class NonFinite(Localisation):
         if self.first is None:
             return "no NaN or Inf"
         given = "gradients" if self.first.backward else "inputs"
-        finite = {None: "", True: f", of finite {given}", False: f", of {given} with a mask of Inf"}
+        masked = f", of {given} with a mask or constant of Inf or NaN"
+        finite = {None: "", True: f", of finite {given}", False: masked}
         return f"first non-finite: {self.first.label}{finite[self.first.inputs_finite]}"
 
     def text(self) -> str:
@@ -296,11 +311,15 @@ def is_bad(t: Tensor) -> bool:
     if not (t.is_floating_point() or t.is_complex()) or t.is_meta or is_transforming():
         return False
     try:
-        t = dense(t)
-        t = t.float() if t.itemsize == 1 else t  # float8 has no arithmetic
-        return not bool(t.isfinite().all())  # sync: one for each tensor
+        return bool(_bad_values(t).any())  # sync: one for each tensor
     except (RuntimeError, NotImplementedError):  # nested and fake tensors
         return False
+
+
+def _bad_values(t: Tensor) -> Tensor:
+    """Return a bool tensor that is True where `t` is NaN or Inf."""
+    t = dense(t)
+    return ~(t.float() if t.itemsize == 1 else t).isfinite()  # float8 has no arithmetic
 
 
 def _has_nan(t: Tensor) -> bool:
@@ -334,15 +353,28 @@ class _Made:
         row: the call, as the result shows it.
         nan: whether there is a NaN, not only Inf.
         is_mask: whether it is Inf that comes only from constants or other masks.
+        is_prefilled: whether it is memory as it was allocated, or filled with a constant.
         parents: the records of what made its bad inputs.
         tensors: the bad results; kept, so that PyTorch does not reuse their memory.
+        where: for a write in place, a bool tensor: which values of its result the call made bad.
+        before: for a write in place, the record of what made that memory bad before; or None.
     """
 
     row: NonFiniteCall
     nan: bool
     is_mask: bool
+    is_prefilled: bool
     parents: list[_Made]
     tensors: list[Tensor]
+    where: Tensor | None = None
+    before: _Made | None = None
+
+    @property
+    def is_replaced(self) -> bool:
+        """Return whether a later call has written finite values over all that this call wrote."""
+        if self.where is None:
+            return False
+        return not bool((_bad_values(self.tensors[0]) & self.where).any())
 
 
 class _Functions(TorchFunctionMode):
@@ -373,13 +405,30 @@ class _Functions(TorchFunctionMode):
         """Run `func` in PyTorch's place, and note it if it returns something bad."""
         kwargs = kwargs or {}
         name, inplace = plain_name(func), writes_in_place(getattr(func, "__name__", ""))
-        given = tree_leaves((args, kwargs))
-        self.met_unreadable |= is_transforming() or any(t.is_nested for t in given)
+        nested = any(t.is_nested for t in tree_leaves((args, kwargs)))
+        self.met_unreadable |= is_transforming() or nested
+        allocates, overwrites = name in _ALLOCATE, inplace and name in _OVERWRITE and bool(args)
+        inplace |= kwargs.get("out") is not None
+        # `given` has only tensors that are read: others do not explain the result
+        given = tree_leaves((args[1:] if overwrites else args, {**kwargs, "out": None}))
+        if allocates or (name in _FILL and not inplace):
+            given = []
         bad_given = [t for t in given if is_bad(t)]
         parents = [*dict.fromkeys(map(self._maker, bad_given))]
         values = _words(given) if inplace else None  # as they were before
+        before, written = None, None
+        if overwrites and is_bad(args[0]):
+            # the same write over zeros tells new bad values from old ones that it leaves
+            before, written = self._maker(args[0]), torch.zeros_like(args[0])
+            with torch.no_grad():
+                func(written, *args[1:], **kwargs)
         out = func(*args, **kwargs)
         bad = [t for t in tree_leaves([out, args[0] if name == "setitem" else None]) if is_bad(t)]
+        if before is not None and written is not None and bad:
+            if not is_bad(written):  # all bad values are old
+                return out
+            if bool((_bad_values(args[0]) & ~_bad_values(written)).any()):
+                parents.append(before)
         if not inplace:  # a view shows bad values that another call made
             views = {storage_of(t)[0] for t in bad_given}
             bad = [t for t in bad if storage_of(t)[0] not in views]
@@ -392,23 +441,32 @@ class _Functions(TorchFunctionMode):
             values = _words(given) if values is None else values
             values = "; ".join(filter(None, [values, *constants]))
             (module, kind), (file, line) = next(running, ("", "")), _line()
-            finite = not (bad_given or constants)
-            row = NonFiniteCall(module, kind, name, False, file, line, _words(bad), values, finite)
+            finite = None if allocates else not (parents or constants)
+            what = f"{name}, memory that no seen function wrote" if allocates else name
+            row = NonFiniteCall(module, kind, what, False, file, line, _words(bad), values, finite)
             nan = any(map(_has_nan, bad))
             only_masks = bool(constants or parents) and all(made.is_mask for made in parents)
-            made = _Made(row, nan, only_masks and not nan, parents, bad)
-            self.last = self.last if made.is_mask else made
+            prefilled = (allocates or name in _FILL) and not parents
+            tensors = [t.detach() for t in bad]  # keep their shape if the model calls y.t_()
+            made = _Made(row, nan, only_masks and not nan, prefilled, parents, tensors)
+            if inplace and len(bad) == 1:
+                made.where = _bad_values(bad[0] if written is None else written)
+                made.before = self.made.get(storage_of(bad[0])[0])
+            self.last = self.last if made.is_mask or allocates else made
             self.made.update((storage_of(t)[0], made) for t in bad)
         return out
 
     def _maker(self, t: Tensor) -> _Made:
         """Return the record of what made a bad tensor; make one if its maker was not seen."""
         key = storage_of(t)[0]
+        while key in self.made and self.made[key].is_replaced:  # older values are left
+            if (before := self.made.pop(key).before) is not None:
+                self.made[key] = before
         if key not in self.made:
             row = NonFiniteCall("", "", self._names.get(key, _UNSEEN), made=_words([t]))
             # -inf alone, in an input or a buffer, is a mask
             plus, nan = bool((dense(t) == math.inf).any()), _has_nan(t)
-            self.made[key] = _Made(row, nan, not (plus or nan), [], [t])
+            self.made[key] = _Made(row, nan, not (plus or nan), False, [], [t])
         return self.made[key]
 
     def counts(self, t: Tensor) -> bool:
@@ -417,10 +475,12 @@ class _Functions(TorchFunctionMode):
 
     def path_to(self, bad: list[Tensor]) -> list[NonFiniteCall]:
         """Return the calls that lead to one of `bad`, as they ran; [] if the first is not known."""
-        # an error is preferred to a mask, and a NaN is followed to a NaN, an Inf to an Inf
-        path = [min(map(self._maker, bad), key=lambda made: made.is_mask)]
+        # an error is preferred to a mask, and a NaN is followed to a NaN, an Inf to an Inf;
+        # memory as it was before a write comes last, because a later write may replace its rest
+        path = [min(map(self._maker, bad), key=lambda made: (made.is_mask, made.is_prefilled))]
         while parents := [p for p in path[-1].parents if not p.is_mask and p not in path]:
-            path.append(max(parents, key=lambda p: p.nan == path[-1].nan))
+            nan = path[-1].nan
+            path.append(max(parents, key=lambda p: (not p.is_prefilled, p.nan == nan)))
         known = path[-1].row.function != _UNSEEN
         return [made.row for made in reversed(path)] if known else []
 
