@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from diagnosis_loops import LOOPS, Headed, blobs, fit, net, sgd, train
 from torch import nn
 
-from hookkit import FlightRecorder, GradientStats, ParamStats, Run, diagnose, watch
+from hookkit import ActivationStats, FlightRecorder, GradientStats, ParamStats, Run, diagnose, watch
 from hookkit.records import Record
 
 
@@ -185,3 +185,49 @@ def test_targets_that_are_far_and_are_learnt_are_no_alarm():
     found = diagnose(fit(net(1), batch=batch, loss_func=F.mse_loss, n=150, lr=0.05))
 
     assert "target_scale" not in found.rules
+
+
+class Registered(nn.Module):
+    """Its last layer is registered first."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.first = nn.Linear(4, 2), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+def spoiled(values):
+    """A run whose step 8 has a NaN where `values` makes one."""
+    model = Registered()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, ActivationStats(), GradientStats(), ParamStats()) as w:
+        for step in range(12):
+            x, y = torch.randn(8, 4), torch.zeros(8, 2)
+            if step == 8:
+                values(model, x)
+            w.loss(loss := F.mse_loss(model(x), y))
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+    return w.run_record()
+
+
+def test_the_first_layer_is_the_first_in_the_graph_wherever_it_is_registered():
+    run = spoiled(lambda model, x: model.first.weight.data.fill_(math.nan))
+
+    found = first(run)
+
+    assert found.layers == ("first",)
+    assert found.steps == (8,)
+
+
+def test_the_norm_of_all_gradients_is_unknown_where_one_is_not_finite():
+    def spoil(model, x):
+        model.last.bias.register_hook(lambda grad: grad * math.nan)
+
+    norms = spoiled(spoil).grad_norms
+
+    assert np.isfinite(norms[:8]).all()
+    assert np.isnan(norms[8])

@@ -565,3 +565,16 @@ def test_a_pass_draws_no_random_number_that_a_fit_would_have_drawn(ask: str) -> 
 
     for was, now in zip(before, (torch.get_rng_state(), train.generator.get_state()), strict=True):
         assert was.equal(now)
+
+
+def test_predictions_that_fail_keep_no_tensors() -> None:
+    learn = synth_learner()
+    alone = [*learn._past]
+
+    def fail(cb: Any) -> None:
+        raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"):
+        learn.get_preds(cbs=Callback(after_pred=fail))
+
+    assert not [cb for cb in learn._past if cb not in alone and hasattr(cb, "batches")]

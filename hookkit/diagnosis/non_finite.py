@@ -45,7 +45,7 @@ _ORIGINS = {
 
 
 def non_finite(run: View) -> Iterator[Finding]:
-    """Find NaN or Inf: the first step, and the first layer in the order of rows."""
+    """Find NaN or Inf: the first step, and the first layer in it."""
     if run.run.incidents:
         i = run.run.incidents[0]
         what = f"the first non-finite {i.kind}{f' in {i.type}' * bool(i.type)}"
@@ -53,7 +53,7 @@ def non_finite(run: View) -> Iterator[Finding]:
         why, layers = _ORIGINS.get(i.origin, _ORIGINS["unknown"]), (i.name,) if i.name else ()
         yield Finding("non_finite", "error", what, *why, layers, (i.step,))
         return
-    firsts = [(*first, r) for r in run.run.records if (first := _first(r)) is not None]
+    firsts = [(*first, r) for r in run.run.records if (first := _first(run, r)) is not None]
     if firsts:
         yield _of_record(run, *min(firsts, key=lambda first: first[0]))
         return
@@ -66,15 +66,24 @@ def non_finite(run: View) -> Iterator[Finding]:
         yield Finding("non_finite", "warning", what, *_ORIGINS["loss"])
 
 
-def _first(record: Record) -> tuple[int, int] | None:
-    """Return the first step with a non-finite value, and the first row that has one; or None."""
+def _first(run: View, record: Record) -> tuple[int, int] | None:
+    """Return the first step with a non-finite value, and the row that had it first; or None.
+
+    Rows are in the order in which layers were registered. So the layers before the first bad row
+    are asked too, as the graph of the training shows them; in the backward the ones after it.
+    """
     bad = np.nan_to_num(table(record, "nonfinite")) > 0
     if not bad.any():
         return None
     column = int(bad.any(axis=0).argmax())
-    rows = np.flatnonzero(bad[:, column])
-    row = rows[-1] if record.kind == "gradient" else rows[0]  # the backward begins at the last row
-    return int(record.steps[column]), int(row)
+    rows = {record.names[row]: int(row) for row in np.flatnonzero(bad[:, column])}
+    owners = [[n.rpartition(".")[0] for n in pair] for pair in run.predecessors.items() if pair[1]]
+    is_backward = record.kind == "gradient"
+    next_to = {b: a for a, b in owners if a in rows} if is_backward else dict(owners)
+    name = [*rows][-1 if is_backward else 0]
+    for _ in rows:  # at most once around a loop of shared layers
+        name = next_to[name] if next_to.get(name) in rows else name
+    return int(record.steps[column]), rows[name]
 
 
 def _of_record(run: View, step: int, row: int, record: Record) -> Finding:
@@ -104,14 +113,15 @@ def _origin(run: View, step: int, row: int, record: Record) -> str:
     # if the weights are known to be finite, the layer itself made the NaN
     if before.any() and not (p and np.isfinite(table(p, "weight_norm")[:, p.steps <= step]).all()):
         return "unknown"
-    return "data" if row in run.input_layers or row == 0 else "function"
+    is_first = row in run.input_layers or (row == 0 and not run.predecessors)
+    return "data" if is_first else "function"
 
 
 def _did_no_harm(run: View, record: Record) -> bool:
     """Return whether outputs, weights and some of the last `ENOUGH` gradients are finite."""
     a, p = run.activations, run.params
     bad = np.nan_to_num(table(record, "nonfinite"))[:, -ENOUGH:] > 0
-    if (a is None and p is None) or bad.any(axis=0).all() or (a is not None and _first(a)):
+    if (a is None and p is None) or bad.any(axis=0).all() or (a is not None and _first(run, a)):
         return False
     weights = table(p, "weight_norm") if p else np.zeros((1, 1))
     return bool((np.isfinite(weights[:, -1]) | ~np.isfinite(weights).any(axis=1)).all())

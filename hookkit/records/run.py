@@ -459,7 +459,9 @@ def as_record(source: Any, *kinds: str) -> Record:
 
 
 def grad_norms(params: Record, n_steps: int | None = None) -> Floats:
-    """Return (n_steps,) float64: the norm of all gradients by step, NaN for unrecorded steps.
+    """Return (n_steps,) float64: the norm of all gradients by step.
+
+    It is NaN for a step that was not recorded, or had a value that is not finite.
 
     If steps were merged, their first step has the norm of the parameters' mean norms.
     """
@@ -467,6 +469,8 @@ def grad_norms(params: Record, n_steps: int | None = None) -> Floats:
     last = int(params.steps[-1]) + 1 if len(params) else 0
     norms = np.full(max(last, n_steps or 0), np.nan)
     squares, seen = np.nansum(table**2, axis=0), np.isfinite(table).any(axis=0)
+    if "nonfinite" in params.values:  # a NaN in the table may also be a parameter without gradient
+        seen &= ~(np.nan_to_num(params.value("nonfinite")) > 0).any(axis=0)
     norms[params.steps] = np.where(seen, np.sqrt(squares), np.nan)
     return norms[:n_steps]
 

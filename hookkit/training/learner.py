@@ -618,9 +618,11 @@ class Learner(Loop, Reportable):
             RuntimeError, ValueError: the batches cannot be joined.
         """
         dl, keep = loader_of(self, ds_idx, dl, "get_preds"), Keep(with_input, with_loss)
-        with self._pass_under_way([keep, *callback_list(cbs)]):
-            self._do_epoch_validate(dl)
-        self._past = [cb for cb in self._past if cb is not keep]  # or its tensors would live on
+        try:
+            with self._pass_under_way([keep, *callback_list(cbs)]):
+                self._do_epoch_validate(dl)
+        finally:  # otherwise its tensors would live on
+            self._past = [cb for cb in self._past if cb is not keep]
         if not keep.batches:
             raise ModelRunError(no_batches("get_preds: the loader"))
         return tuple(concat_batches(list(part)) for part in zip(*keep.batches, strict=True))
