@@ -568,7 +568,7 @@ def test_a_pass_draws_no_random_number_that_a_fit_would_have_drawn(ask: str) -> 
 
 
 def test_predictions_that_fail_keep_no_tensors() -> None:
-    learn = synth_learner()
+    learn = quiet()
     alone = [*learn._past]
 
     def fail(cb: Any) -> None:
