@@ -365,3 +365,13 @@ def test_a_step_whose_forward_was_in_evaluation_mode_says_so(
     )
     assert agree.first is None
     assert unseen.format("b") + ", step 1" in agree.not_judged
+
+
+def test_selected_modules_do_not_blame_what_may_come_from_others(tmp_path: Path) -> None:
+    faults = {"": "a", "eps": "b"}  # of b.norm
+    for name, verdict in ("b.fc", "the batch differs"), ("a.fc", "the gradient of the output of"):
+        for fault, run in faults.items():
+            Loop(fault).run(tmp_path / run, modules=name)
+        found = compare_runs(tmp_path / "a", tmp_path / "b").verdict
+        assert found.startswith(f"step 2: {verdict}")
+        assert found.endswith("; or a module that is not recorded (modules=) makes the difference")

@@ -25,6 +25,7 @@ from hookkit.inspection.run_file import Key, RunStep, Seen, read_run
 # the order in which a step computes kinds of rows; all other kinds belong to a batch (`_BATCH`)
 _ORDER = {"before": 0, "batches": 2, "param_grad": 3, "setting": 4, "weight": 5, "buffer": 6}
 _BATCH = 1
+_COMPUTED = ("input", "output", "loss", "grad", "param_grad")  # by modules
 _EXPLAINS = ("random", "scale")  # these rows may explain a difference, but are none themselves
 
 Steps = Mapping[int, RunStep]
@@ -429,7 +430,7 @@ def _verdict(pair: _Steps, first: RunRow, previous: int | None) -> str:
             text += ": labels, the loss function, or a scale of the loss"
     elif first.what == "batches":
         text = f"the number of batches is {first.problem}: a step was skipped (by a GradScaler?), "
-        text += "or gradients are accumulated otherwise"
+        text += "gradients are accumulated otherwise, or a model was in evaluation mode"
     elif first.what == "param_grad":
         text = f"the gradient of {first.name} differs ({share}{_factor(pair, 'param_grad')})"
         text += f": it is {first.problem}" * bool(first.problem)
@@ -451,6 +452,8 @@ def _verdict(pair: _Steps, first: RunRow, previous: int | None) -> str:
         if not any((r.what, r.name) == ("param_grad", first.name) for r in pair.rows):
             text = f"weight {first.name} differs after the step, and it has no gradient: it was "
             text += "changed outside of the optimizer"
+    if first.what in _COMPUTED and (pair.x.layout.selected or pair.y.layout.selected):
+        text += "; or a module that is not recorded (modules=) makes the difference"
     if len(unseen) == 1 and pair.x.layout.training != pair.y.layout.training:
         runs = "ab" if pair.y.layout.training else "ba"
         mode = "the model was in evaluation mode in {}, in training mode in {}".format(*runs)

@@ -5,7 +5,8 @@ A file has a line of JSON for each of these:
 - the header, `HEADER`;
 - a layout, which says what the steps after it consist of: for each batch its calls, as they begin
   (name, class, whether it is in training mode, `extra_repr`) and end (name), rows (what, batch,
-  name, call, path, number of a sketch or -1, dtype, shape), and the mode of the model at the end;
+  name, call, path, number of a sketch or -1, dtype, shape), the mode of the model at the end, and
+  whether only selected modules are recorded;
 - a step: its number, its hyperparameters, and its sketches, an array of `SKETCH` in base64.
 
 What a row is of: `before` (a weight or buffer before the step), `random` (a random state), `input`,
@@ -60,10 +61,13 @@ class Layout:
         trees: the calls of each batch.
         kinds: for each batch, call → the module's class, its mode, and its `extra_repr`.
         training: whether the model was in training mode as the step was made.
+        selected: whether only the modules that `modules=` selects are recorded.
     """
 
-    def __init__(self, calls: list[Any], rows: list[Any], training: bool = True) -> None:
-        self.training = training
+    def __init__(
+        self, calls: list[Any], rows: list[Any], training: bool = True, selected: bool = False
+    ) -> None:
+        self.training, self.selected = training, selected
         self.rows = [(Key(*row[:5]), int(row[5]), str(row[6]), tuple(row[7])) for row in rows]
         self.trees: list[CallTree] = []
         self.kinds: list[dict[Call, list[Any]]] = []

@@ -200,7 +200,8 @@ class Fingerprint(HookCallback):
 
     def _write(self, step: int) -> None:
         """Write the step when its sketches have arrived: now if they are on the CPU."""
-        layout, settings = self.hooks.layout(), self._settings()
+        layout = {**self.hooks.layout(), "selected": self._selectors is not None}
+        settings = self._settings()
         is_new, self._layout = layout != self._layout, layout
         read, arrived = self.hooks.read_later()
 
