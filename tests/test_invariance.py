@@ -267,6 +267,198 @@ def test_the_layer_of_each_other_kind_is_named(
     assert name_of(found) == name, found
 
 
+class Stateful(nn.Module):
+    """A layer whose output depends on what it keeps from call to call."""
+
+    def __init__(self, step: Function) -> None:
+        super().__init__()
+        self.step, self.n, self.kept = step, 0, list[Tensor]()
+        self.torch, self.python = torch.Generator().manual_seed(3), random.Random(3)
+        self.numpy, self.old_numpy = np.random.default_rng(3), np.random.RandomState(3)
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.step(self)
+
+
+def count(m: Any) -> int:
+    m.n += 1
+    return m.n
+
+
+def keep_one(m: Any) -> int:
+    m.kept.append(m.total)
+    return len(m.kept)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        count,
+        keep_one,
+        lambda m: m.total.add_(1).clone(),
+        lambda m: torch.rand((), generator=m.torch),
+        lambda m: m.python.random(),
+        lambda m: m.numpy.normal(),
+        lambda m: m.old_numpy.normal(),
+        lambda m: random.random(),
+        lambda m: np.random.random(),
+    ],
+)
+def test_a_layer_that_differs_from_call_to_call_is_named(step: Function) -> None:
+    model = made(LM(Stateful(step)))
+    before = model.b.n, model.b.python.getstate(), model.b.torch.get_state()
+
+    found = check_invariance(model, IDS, to="repeat")
+
+    assert name_of(found) == "b"
+    assert (model.b.n, model.b.kept, float(model.b.total)) == (before[0], [], 0.0)
+    assert model.b.python.getstate() == before[1]
+    assert torch.equal(model.b.torch.get_state(), before[2])
+
+
+def test_a_layer_that_keeps_its_state_without_use_or_sets_a_seed_repeats() -> None:
+    def seeded(m: Any) -> Tensor:
+        count(m)
+        keep_one(m)
+        m.total.add_(1)
+        return torch.rand((), generator=m.torch.manual_seed(0))
+
+    assert check_invariance(made(LM(Stateful(seeded))), IDS, to="repeat").first is None
+
+
+def test_dropout_differs_by_another_random_state_alone() -> None:
+    found = check_invariance(made(LM(nn.Dropout(0.5)), train=True), IDS, to="repeat")
+
+    assert name_of(found) == "b"
+    assert found.first is not None
+    assert found.first.change == "another random state"
+
+
+@pytest.mark.parametrize(
+    "noise", [lambda m, x: np.random.rand(*x.shape), lambda m, x: m.numpy.random(x.shape)]
+)
+def test_another_layout_is_not_tried_with_random_numbers_of_numpy(noise: Function) -> None:
+    layer = Stateful(count)
+    layer.forward = lambda x: x + torch.as_tensor(noise(layer, x)).float()  # type: ignore[method-assign]
+
+    with pytest.raises(ArgumentError, match=r"draws random numbers"):
+        check_invariance(made(LM(layer)), IDS, to="order")
+
+
+def leak(to: int) -> nn.Module:
+    """Return a layer in which one position takes the value of the next one."""
+
+    def step(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[:, to] += x[:, to + 1]
+        return x
+
+    return Fn(step)
+
+
+def prefix(n: int) -> nn.Module:
+    """Return a layer in which the first `n` positions see each other."""
+    return Fn(lambda x: torch.cat([x[:, :n] + x[:, :n].mean(1, keepdim=True), x[:, n:]], 1))
+
+
+@pytest.mark.parametrize(
+    "second", [prefix(2), prefix(4), prefix(8), leak(0), leak(1), leak(2), leak(7), leak(14)]
+)
+def test_a_layer_of_which_some_positions_see_later_ones_is_named(second: nn.Module) -> None:
+    assert name_of(check_invariance(made(LM(second)), IDS, to="future")) == "b"
+
+
+def test_the_position_that_shows_a_dependence_is_named_or_all_that_were_tried() -> None:
+    found = check_invariance(made(LM(leak(2))), IDS, to="future")
+    clean = check_invariance(made(LM()), IDS, to="future")
+
+    assert found.first is not None
+    assert found.first.change == "other values of ids from position 3 on"
+    words = "nothing depends on later positions, from 8, 9, 1, 2, 3, 5, 13, 15 on: "
+    assert clean.verdict.startswith(words)
+    assert len(clean.text().splitlines()) == 3
+
+
+def test_a_leak_is_named_whose_output_lacks_the_first_position() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lm = LM(leak(0))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.lm(ids)["logits"][:, 1:]
+
+    assert name_of(check_invariance(made(Shifted()), IDS, to="future")) == "lm.b"
+
+
+def first_tokens(x: Tensor) -> Tensor:
+    """Add to each sample what the last sample has at its first position."""
+    return torch.cat([x[:, :1], x[:, 1:] + x[-1:, :1]], 1)
+
+
+def test_a_token_that_all_samples_share_is_changed_too() -> None:
+    ids = IDS.clone()
+    ids[:, 0] = 7
+
+    for batch in (ids, ids[:2]):
+        found = check_invariance(made(LM(Fn(first_tokens))), batch, to="batch")
+        assert name_of(found) == "b"
+        assert found.first is not None
+        assert found.first.change == "tokens from anywhere in ids in the other samples"
+        assert check_invariance(made(LM()), batch, to="batch").first is None
+
+
+def test_columns_with_vocabularies_of_their_own_take_no_values_of_others() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.few, self.many = nn.Embedding(2, D), nn.Embedding(50, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.few(x[:, 0]) + self.many(x[:, 1])
+
+    found = check_invariance(made(Table()), torch.tensor([[1, 30], [1, 40], [1, 49]]), to="batch")
+
+    assert found.first is None
+    assert found.not_judged == (
+        "tokens from anywhere in x in the other samples (no Embedding takes all of x)",
+    )
+
+
+def test_a_model_that_refuses_tokens_from_anywhere_is_judged_by_the_others() -> None:
+    class Picky(LM):
+        def forward(self, ids: Tensor) -> Any:
+            if (ids[:, 0] != 7).any():
+                raise ValueError("a sample begins with 7")
+            return super().forward(ids)
+
+    ids = IDS.clone()
+    ids[:, 0] = 7
+    found = check_invariance(made(Picky()), ids, to="batch")
+
+    assert found.first is None
+    assert "(ValueError: a sample begins with 7)" in found.not_judged[0]
+
+
+@pytest.mark.parametrize(("over_padding", "name"), [(True, ""), (False, None)])
+def test_a_loss_over_padded_positions_is_named(over_padding: bool, name: str | None) -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lm = LM()
+
+        def forward(self, ids: Tensor, mask: Tensor) -> Any:
+            logits, real = self.lm(ids, mask)["logits"][:, :-1], mask[:, 1:].bool()
+            each = logits.square().mean(-1)
+            real = real & mask[:, :-1].bool()
+            return {"loss": each.mean() if over_padding else each[real].mean(), "logits": logits}
+
+    found = check_invariance(made(Loss()), IDS, to="padding", mask=MASK)
+
+    assert name_of(found) == name, found
+
+
 def test_the_place_in_the_layer_and_the_change_are_named() -> None:
     found = check_invariance(made(LM(Attention(see=1))), IDS, to="future")
     by_place = check_invariance(made(LM(places=16)), IDS, to="padding", mask=MASK)

@@ -50,6 +50,8 @@ class Change:
             or `"either"` of the two; `""` if every output is compared as a whole.
         seed: the random seed of the runs; None for the random state of the unchanged run.
         decode: calls the model instead of a plain call.
+        anywhere: whether values come from anywhere in the input. All of the input must then be one
+            vocabulary. A model may refuse such values: it may need a certain first token.
     """
 
     words: str
@@ -58,6 +60,7 @@ class Change:
     needs: str
     seed: int | None = None
     decode: Decode | None = None
+    anywhere: bool = False
 
 
 class Given:
@@ -181,14 +184,15 @@ class Given:
                 positions = None if length == seq else torch.arange(length or 0, device="cpu")
                 yield self.taken(samples, positions), Size(len(samples), length)
 
-    def changed(self, keep: Tensor | None = None, seed: int = 1) -> Inputs:
+    def changed(self, keep: Tensor | None = None, seed: int = 1, anywhere: bool = False) -> Inputs:
         """Return the inputs with other values in `main`, all taken from `main` itself.
 
         Args:
             keep: what stays, (samples,) or (samples, positions) of bool; nothing by default.
             seed: chooses the values; the process's random state is not used.
+            anywhere: take values of any feature, not only of the same.
         """
-        new = self._other_values(seed)
+        new = self._other_values(seed, anywhere)
         if keep is not None:
             dims = [self.batch_dim, self.seq_dim or 0][: keep.ndim]
             shape = [n if d in dims else 1 for d, n in enumerate(self.main.shape)]
@@ -202,11 +206,12 @@ class Given:
         inputs: Inputs = tree_set(self.inputs, self.path, new)
         return inputs
 
-    def _other_values(self, seed: int) -> Tensor:
+    def _other_values(self, seed: int, anywhere: bool) -> Tensor:
         """Replace each value by a different value of the same feature, if it has one.
 
-        The axes other than samples and positions number the features. In the sorted values of a
-        feature, the values equal to one's own are a range; a draw picks a value outside of it.
+        The axes other than samples and positions number the features; with `anywhere`, all values
+        count as one feature. In the sorted values of a feature, the values equal to one's own are a
+        range; a draw picks a value outside of it.
         """
         dims = [self.batch_dim]
         if self.size.seq is not None and self.seq_dim is not None:
@@ -215,7 +220,8 @@ class Given:
         rows = self.main.detach().cpu().movedim(dims, front)
         values = rows.to(torch.float64 if rows.is_floating_point() else torch.int64)
         values = values.reshape(rows.shape[: len(dims)].numel(), -1)
-        columns = values.reshape(1, -1) if len(values) == 1 else values.T.contiguous()
+        columns = values.T.contiguous()
+        columns = columns.reshape(1, -1) if anywhere or len(values) == 1 else columns
         ordered, n = columns.sort(1).values, columns.shape[1]
         low = torch.searchsorted(ordered, columns)
         high = torch.searchsorted(ordered, columns, right=True)
@@ -241,12 +247,14 @@ def _is_decoders(name: str) -> bool:
 def future(given: Given) -> tuple[Given, list[Change]]:
     """Change all values after a position.
 
-    Two neighbouring positions are tried: if the model works in chunks of positions, at least one of
-    them is inside a chunk.
+    A change shows a leak only if it begins between the two positions, so several are tried: the
+    middle, which shows most leaks; the first, which shows a prefix, and chunks of any length; the
+    last; and odd ones between these.
     """
     n, seq = given.size.batch, given.size.seq or 0
-    changes = []
-    for cut in sorted({seq // 2, min(seq // 2 + 1, seq - 1)}):
+    middle, changes = seq // 2, list[Change]()
+    cuts = [middle, middle + 1, 1, 2, 3, middle // 2 | 1, (middle + middle // 2) | 1, seq - 1]
+    for cut in dict.fromkeys(cut for cut in cuts if 0 < cut < seq):
         region = Region(None, torch.arange(cut, device="cpu"))
         keep = torch.arange(seq, device="cpu") < cut
         runs = [_with_others(given, keep.expand(n, seq), region)]
@@ -256,15 +264,23 @@ def future(given: Given) -> tuple[Given, list[Change]]:
 
 
 def batch(given: Given) -> tuple[Given, list[Change]]:
-    """For the first and for the last sample, change the other samples, and leave them out."""
+    """For the first and for the last sample, change the other samples, and leave them out.
+
+    At first, the values come from other samples at the same place. A token that all samples share,
+    such as the first, has no other value there, so tokens from anywhere are tried too.
+    """
     given = _several(given)
     rows = torch.arange(given.size.batch, device="cpu")
     ends = rows[:1], rows[-1:]
+    words = f"{given.name} in the other samples"
     beside = [_with_others(given, rows == i, Region(i)) for i in ends]
-    return given, [
-        Change(f"other values of {given.name} in the other samples", beside, True, "samples"),
-        Change("one sample alone", [_alone(given, i) for i in ends], False, "samples"),
-    ]
+    changes = [Change(f"other values of {words}", beside, True, "samples")]
+    if given.main.ndim > 1 and given.main.dtype in (torch.int64, torch.int32):
+        beside = [_with_others(given, rows == i, Region(i), anywhere=True) for i in ends]
+        words = f"tokens from anywhere in {words}"
+        changes.append(Change(words, beside, True, "samples", anywhere=True))
+    alone = [_alone(given, i) for i in ends]
+    return given, [*changes, Change("one sample alone", alone, False, "samples")]
 
 
 def order(given: Given) -> tuple[Given, list[Change]]:
@@ -277,11 +293,14 @@ def order(given: Given) -> tuple[Given, list[Change]]:
 
 
 def repeat(given: Given) -> tuple[Given, list[Change]]:
-    """Change nothing, and then only the random state."""
-    runs = [[Step(given.inputs, given.size)]]
+    """Change nothing, and then only the random state.
+
+    The second of two calls shows what the model keeps from call to call: a counter, a cache.
+    """
+    step = Step(given.inputs, given.size)
     return given, [
-        Change("the same inputs and random state again", runs, True, ""),
-        Change("another random state", runs, True, "", seed=12345),
+        Change("the same inputs and random state again", [[step, step]], True, ""),
+        Change("another random state", [[step]], True, "", seed=12345),
     ]
 
 
@@ -344,9 +363,12 @@ def cache(given: Given, decode: Decode | None = None) -> tuple[Given, list[Chang
 # --- what they share
 
 
-def _with_others(given: Given, keep: Tensor, *regions: Region) -> list[Step]:
+def _with_others(
+    given: Given, keep: Tensor, *regions: Region, anywhere: bool = False
+) -> list[Step]:
     """Return the step with other values where `keep` is false; `regions` must stay."""
-    return [Step(given.changed(keep), given.size, tuple((r, r) for r in regions))]
+    inputs = given.changed(keep, anywhere=anywhere)
+    return [Step(inputs, given.size, tuple((r, r) for r in regions))]
 
 
 def _alone(given: Given, row: Tensor, positions: Tensor | None = None) -> list[Step]:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from operator import add
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from hookkit._core.checks import check_choice, check_module, check_number
 from hookkit._core.modules import can_run, unwrap, walk
 from hookkit._core.pytree import Inputs, tree_leaves_of_objects, tree_leaves_with_path, tree_map
-from hookkit._core.random_state import random_states
+from hookkit._core.random_state import random_states, set_random_states
 from hookkit._core.text import clip, columns, escape_controls, si
 from hookkit.errors import ArgumentError
 from hookkit.hooks.attach import check_hookable
@@ -126,13 +126,23 @@ class Invariance(Localisation):
         if first := self.first:
             return f"{first.label} {_DEPENDS[self.to]}{first.place and ', '}{first.place}"
         inner = sum(r.differs for r in self.rows)
-        none = f"nothing {_DEPENDS[self.to]}: {len(self)} output{'s' * (len(self) != 1)} compared"
+        cuts = f", from {self._cuts()} on" if self.to == "future" else ""
+        none = f"nothing {_DEPENDS[self.to]}{cuts}: "
+        none += f"{len(self)} output{'s' * (len(self) != 1)} compared"
         return none + f", {inner} differ without effect" * bool(inner)
+
+    def _cuts(self) -> str:
+        """Return the positions from which later ones were changed."""
+        return ", ".join(dict.fromkeys(r.change.split()[-2] for r in self.rows))
 
     def text(self) -> str:
         """Return the verdict, the changes, the rows around the first, and what was not judged."""
         first, changes = self.first, dict.fromkeys(r.change for r in self.rows)
-        lines = [self.verdict, f"  with {first.change if first else ' | '.join(changes)}"]
+        if first is not None:
+            changes = {first.change: None}
+        elif self.to == "future":  # the verdict has the positions
+            changes = {"other values from each of these positions on": None}
+        lines = [self.verdict, f"  with {' | '.join(changes)}"]
         if first is not None:
             at = self.rows.index(first)
             rows = [r for r in self.rows[max(0, at - 2) : at + 3] if r.change == first.change]
@@ -160,7 +170,8 @@ def _run(
 ) -> tuple[CallTree, bool]:
     """Run `model` on the inputs of `steps`, pass each tensor of its layers to `look`, restore all.
 
-    Returns the calls of the last step, and whether the model drew random numbers.
+    Each step begins with the same random states of the process; what the model keeps stays from
+    step to step. Returns the calls of the last step, and whether the model drew random numbers.
     """
     step, tree, state = steps[0], CallTree(), None
 
@@ -174,11 +185,12 @@ def _run(
             if isinstance(t, Tensor) and not t.is_nested:
                 look(step, (call, "out", path), dense(t))
 
-    with preserve_state(model), torch.no_grad():
+    with preserve_state(model) as saved, torch.no_grad():
         if seed is not None:
-            torch.manual_seed(seed)
-        random = _random_state()
+            saved.seed(seed)
+        start, random = random_states(), saved.random_state()
         for step in steps:
+            set_random_states(start)
             tree = CallTree()
             with ExitStack() as undo:
                 for handle in tree.follow(modules, before, after):
@@ -188,14 +200,8 @@ def _run(
                     model(*inputs, **inputs.kwargs)
                 else:
                     state = decode(model, inputs, state)
-        drew = any(not torch.equal(a, b) for a, b in zip(random, _random_state(), strict=True))
+        drew = saved.random_state() != random
     return tree, drew
-
-
-def _random_state() -> list[Tensor]:
-    """Return PyTorch's random states, on the CPU and on accelerators."""
-    states = random_states()
-    return [states["torch"], *states.get("cuda", ()), *states.get("xpu", ())]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -239,6 +245,14 @@ class _Reference:
         if fixed := " and ".join(name for name, n, other in pairs if n == other is not None):
             text = f"No other number of {fixed} runs, so axes of that length count as such"
             self.notes.append(f"{text} ({problem})")
+
+    def has_one_vocabulary(self) -> bool:
+        """Return whether an Embedding takes all of the input that is changed."""
+        return any(
+            isinstance(self.modules[call.name], nn.Embedding) and _equal(t, self.given.main)
+            for (call, side, _), t in self.values.items()
+            if side == "in"
+        )
 
     def positions_are_calls(self, name: str) -> bool:
         """Return whether a module is called once for each position: a cell in a loop over them."""
@@ -323,10 +337,16 @@ class _Comparison:
                 several = [d for d, axis in enumerate(way) if axis.positions and not axis.samples]
                 way = tuple(Axis() if d in several[1:] else axis for d, axis in enumerate(way))
             mine, other = take(a, way, ref.given.size, here), take(b, way, size, there)
+            if mine and a.numel() and not mine[0].numel():
+                return "it has no place that must stay"
             if mine and other and all(map(np.array_equal, mine[1], other[1])):
                 results.append(self.measure(mine[0], other[0], axes))
         if results:  # the axes are ambiguous: only a change under every reading is one
             return min(results)
+        if change.exact and change.needs == "either" and a.ndim == 0:
+            return self.measure(
+                a, b, ""
+            )  # a loss over all samples, of which all that is real stays
         held = {"either": "samples or positions"}.get(change.needs, change.needs)
         return "its size does not follow the input's" if ways else f"no axis holds {held}"
 
@@ -523,11 +543,14 @@ def check_invariance(
         given, changes = getattr(input_changes, to)(given, **options)
         return _Reference(model, modules, given), changes
 
-    def in_float64(i: int) -> list[InvarianceRow]:
-        wide = copy.deepcopy(unwrap(model)).double()
+    @cache  # for each of the changes
+    def wide() -> tuple[_Reference, list[Change]]:
         given = Inputs(inputs, kwargs)
         given = tree_map(lambda t: t.double() if t.is_floating_point() else t, given)
-        ref, changes = prepare(wide, given)
+        return prepare(copy.deepcopy(unwrap(model)).double(), given)
+
+    def in_float64(i: int) -> list[InvarianceRow]:
+        ref, changes = wide()
         return _Comparison(ref, changes[i], rtol, exact_rtol=_RTOL[torch.float64] / 10).rows()
 
     ref, changes = prepare(model, Inputs(inputs, kwargs))
@@ -541,10 +564,13 @@ def check_invariance(
             why = "the model draws random numbers, and others in another layout"
             not_judged.append(f"{change.words} ({why})")
             continue
+        if change.anywhere and not ref.has_one_vocabulary():
+            not_judged.append(f"{change.words} (no Embedding takes all of {ref.given.name})")
+            continue
         try:
             compared = _Comparison(ref, change, rtol)
         except Exception as error:
-            if change.exact or len(changes) == 1:
+            if (change.exact and not change.anywhere) or len(changes) == 1:
                 error.add_note(f"{WHO}: raised with {change.words}")
                 raise
             not_judged.append(f"{change.words} ({type(error).__name__}: {str(error)[:99]})")

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from hookkit._core.modules import join
 from hookkit._core.pytree import PLAIN, Inputs, tree_leaves, tree_map
-from hookkit._core.random_state import preserve_random_state
+from hookkit._core.random_state import preserve_random_state, random_states
 from hookkit.hooks import Hook
 from hookkit.hooks.attach import AttachedFunction
 from hookkit.hooks.eager import layer_by_layer
@@ -218,6 +218,7 @@ class State:
 
     Attributes:
         modules: the modules of the tree, and those found in attributes, with their submodules.
+        generators: the random generators found in attributes, each after what reads its state.
         not_restored: names of attributes and globals that are not as they were, or may not be;
             complete at the end of the block.
     """
@@ -229,6 +230,7 @@ class State:
         self._containers = list[tuple[Any, Any, list[Any]]]()
         self._empty: dict[Any, list[Any]] = {kind: [] for kind in _CONTAINERS}
         self._values = list[tuple[Any, Callable[[Any, Any], object], Any]]()
+        self.generators = list[tuple[Callable[[Any], Any], Any]]()
         # compared: what objects refer to, with the attribute they are in; names of classes, files
         self._objects = list[tuple[Any, list[Any], str]]()
         self._bindings = list[tuple[Mapping[str, Any], dict[str, Any], str]]()
@@ -272,6 +274,25 @@ class State:
         if tensors := self._in_memory.pop(storage_of(t)[0], ()):
             with _disable_current_modes():
                 self._copies += [(own, own.detach().clone()) for own in tensors]
+
+    def random_state(self) -> list[Any]:
+        """Return the random states of the process and of `generators`, to be compared by `==`."""
+        states = [*random_states().values(), *(get(g) for get, g in self.generators)]
+        states = [part for x in states for part in (x if isinstance(x, list) else [x])]
+        return [x.tolist() if isinstance(x, Tensor) else repr(x) for x in states]
+
+    def seed(self, seed: int) -> None:
+        """Seed the process and `generators`; the end of the block restores their states."""
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        for _, g in self.generators:
+            if isinstance(g, torch.Generator):
+                g.manual_seed(seed)
+            elif isinstance(g, np.random.Generator):
+                g.bit_generator.state = type(g.bit_generator)(seed).state
+            else:
+                g.seed(seed)
 
     def _save(self, x: Any) -> list[Any]:
         """Save the content of `x` if it is a container that can be restored; return the content."""
@@ -325,6 +346,7 @@ class State:
             if issubclass(kind, valued):
                 if valued is not np.ndarray or (x.flags.writeable and x.nbytes <= _MOST_BYTES):
                     self._values.append((x, put, get(x)))
+                    self.generators += [(get, x)] * (valued is not np.ndarray)
                 elif x.flags.writeable:
                     self.not_restored.append(name)
         if hasattr(kind, "__next__"):  # nothing tells how far an iterator is
