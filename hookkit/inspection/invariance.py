@@ -133,7 +133,7 @@ class Invariance(Localisation):
 
     def _cuts(self) -> str:
         """Return the positions from which later ones were changed."""
-        return ", ".join(dict.fromkeys(r.change.split()[-2] for r in self.rows))
+        return ", ".join(map(str, sorted({int(r.change.split()[-2]) for r in self.rows})))
 
     def text(self) -> str:
         """Return the verdict, the changes, the rows around the first, and what was not judged."""
