@@ -409,6 +409,8 @@ class WatchedLoop(Loop):
                 if cb.run:
                     cb._read_gradients(owned)
 
+    step_began, step_ended = begin_step, end_step  # the names that the docs have shown before
+
     # --- what is open
 
     def _begin_batch(self) -> None:
