@@ -797,6 +797,7 @@ def test_the_result_is_a_table_a_dict_and_no_truth_value() -> None:
         ((IDS[:, :1],), {"to": "future"}, OptionError, "Give seq_dim="),
         ((IDS,), {"to": "future", "seq_dim": 2}, OptionError, "ids has 2 axes"),
         ((torch.ones(2, 9).long(),), {"to": "future"}, ArgumentError, "all values of ids"),
+        ((IDS[[0, 0]],), {"to": "batch"}, ArgumentError, "all samples of ids are the same"),
         ((3,), {"to": "future"}, ArgumentError, "no tensor"),
         ((IDS,), {"to": "batch", "rtol": -1}, OptionError, "rtol"),
     ],

@@ -199,9 +199,10 @@ class Given:
             keep = keep.T if dims != sorted(dims) else keep
             new = torch.where(keep.reshape(shape).to(new.device), self.main, new)
         if torch.equal(new, self.main):
+            what = "samples" if self.to == "batch" and self.size.batch > 1 else "values"
             raise ArgumentError(
-                f"{WHO}: all values of {self.name} are the same, so none can be changed for "
-                "another. Give an input with several values."
+                f"{WHO}: all {what} of {self.name} are the same, so no value can be replaced by "
+                f"another. Give {what} that differ."
             )
         inputs: Inputs = tree_set(self.inputs, self.path, new)
         return inputs
