@@ -553,6 +553,113 @@ def test_equal_initial_values_are_no_pair() -> None:
     assert compare_models(a, b, X).names == {"0": "first", "1": "fc", "2": "last"}
 
 
+class Residual(nn.Module):
+    """Has two layers, by whatever names."""
+
+    def __init__(self, one: str, two: str, source: "Residual | None" = None) -> None:
+        super().__init__()
+        layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        if source is not None:
+            layers = copy.deepcopy([*source.children()])  # type: ignore[arg-type]
+        self.add_module(one, layers[0])
+        self.add_module(two, layers[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.children()
+        return x + two(one(x).tanh())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("layer", ["a", "b"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_equal_blocks_of_which_one_is_wrong_are_paired_in_order(
+    at: int, layer: str, swapped: bool
+) -> None:
+    torch.manual_seed(0)
+    block = Residual("a", "b")
+    model = nn.Sequential(*(copy.deepcopy(block) for _ in range(3)))
+    port = nn.Sequential(*(Residual("u", "v", block) for _ in range(3)))
+    port.get_parameter(f"{at}.{'u' if layer == 'a' else 'v'}.weight").data[1, 1] += 0.3
+
+    found = compare_models(port, model, X) if swapped else compare_models(model, port, X)
+
+    assert (found.first.other_name if swapped else found.first.name) == f"{at}.{layer}"
+    assert len(found) == 10
+
+
+def test_equal_layers_without_a_pair_around_them_are_paired_by_their_place() -> None:
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(4)))
+    port = nn.ModuleDict({n: copy.deepcopy(layer) for n in "abcd"})
+    port.forward = lambda x: nn.Sequential(*port.values())(x)
+    port["b"].weight.data[1, 1] += 0.3
+
+    found = compare_models(model, port, X)
+
+    assert found.names == {"0": "a", "1": "b", "2": "c", "3": "d"}
+    assert found.first.name == "1"
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("wrong", [None, 0, 1, 2])
+def test_equal_blocks_with_a_fused_layer_are_paired_in_order(
+    swapped: bool, wrong: int | None
+) -> None:
+    torch.manual_seed(0)
+    mixer = Mixer()
+    model = nn.Sequential(*(copy.deepcopy(mixer) for _ in range(3)))
+    port = nn.Sequential(*(SplitMixer(mixer) for _ in range(3)))
+    for block in port:
+        block.register_forward_hook(lambda m, args, out: args[0] + out)
+    if wrong is not None:
+        port[wrong].proj.w.data[1, 1] += 0.3
+
+    found = compare_models(port, model, X) if swapped else compare_models(model, port, X)
+
+    assert swapped or found.names["*.qkv"] == "*.{query,key,value}"
+    assert len(found) == 13
+    assert found.first is None if wrong is None else found.first.name == str(wrong)
+
+
+class Steps(nn.Module):
+    """Calls a cell for each step."""
+
+    def __init__(self, model: nn.Module, cell: nn.RNNCellBase, name: str) -> None:
+        super().__init__()
+        self.name, self.h = name, copy.deepcopy(model.h)
+        cell.load_state_dict({k[:-3]: w for k, w in model.r.state_dict().items()})  # type: ignore[operator,union-attr]
+        self.add_module(name, cell)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cell, states = self.get_submodule(self.name), []
+        state = (x.new_zeros(len(x), 4),) * 2
+        for step in x.unbind(1):
+            out = cell(step, state if isinstance(cell, nn.LSTMCell) else state[0])
+            state = out if isinstance(out, tuple) else (out, out)
+            states.append(state[0])
+        return self.h(torch.stack(states, 1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["cell", "r"])
+@pytest.mark.parametrize("kind", ["GRU", "LSTM"])
+def test_a_loop_of_cells_is_no_difference_from_the_layer_for_all_steps(
+    kind: str, name: str
+) -> None:
+    rnn = getattr(nn, kind)(4, 4, batch_first=True)
+    model = Net(lambda m, x: m.h(m.r(x)[0]), r=rnn, h=nn.Linear(4, 3))
+    port, x = Steps(model, getattr(nn, f"{kind}Cell")(4, 4), name), torch.randn(2, 6, 4)
+
+    for a, b in ((model, port), (port, model)):
+        found = compare_models(a, b, x, grads=True)
+        assert found.first is None, str(found)
+        assert {r.what for r in found} == {"output", "grad", "param_grad"}
+        assert found.not_judged
+    port.h.bias.data[1] += 1
+    assert compare_models(model, port, x).first.name == "h"
+    port.get_submodule(name).bias_hh.data[1] += 1  # type: ignore[union-attr,operator,index]
+    assert compare_models(model, port, x).first.name == ""
+
+
 def test_channels_may_be_first_or_last_and_rows_of_a_batch_in_one_axis() -> None:
     conv, fc = nn.Conv2d(3, 6, 2), nn.Linear(6, 2)
     a = nn.Sequential(conv, Gives(lambda x: x.flatten(2).mT), fc)

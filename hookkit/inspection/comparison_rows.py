@@ -6,6 +6,7 @@ Builds on `pairing`, `differences` and `first_difference`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -59,6 +60,8 @@ class RowMaker:
         self.pair_of = {name: pair for pair in pairs for name in pair.a}
         self.rows, self.not_judged = list[tuple[Key | None, Row]](), list[str]()
         self.input_error, self.inputs_differ = dict[Call, float](), set[Call]()
+        self._n_calls = [Counter((key.what, key.call.name) for key in side.values)
+                         for side in (first, second)]  # fmt: skip
         self._compared = set[tuple[Key, str]]()  # of the second side, with the path
         models = [side.modules[""] for side in (first, second) if "" in side.modules]
         self._dtypes = [dtype for m in models if (dtype := float_dtype(m)) is not None]
@@ -109,12 +112,17 @@ class RowMaker:
             error = self._compare_inputs(key.call, pair, called=ys is not None)
         matches = _matched(xs, ys or [], self.strict)
         is_root = key.what == "output" and pair.a == pair.b == ("",)
+        n = self._n_calls[0][key.what, pair.a[-1]]
+        m = self._n_calls[1][key.what, pair.b[-1]]
         for path, x, other, y in matches:
             row = self._row(self.first, key, path, x)
             row = replace(row, name=braced(pair.a) + path, other_name=braced(pair.b) + other,
                           paired=pair.how, input_error=error,
                           **self._values(x, y, pair, key.what))  # fmt: skip
-            if row.problem and not (self.strict or is_root):
+            if row.differs and n != m and not self.strict:
+                # one call for all steps may be a call for each step in a port: LSTM and LSTMCell
+                self.not_judged.append(f"{row.label}: calls in the first {n}, in the second {m}")
+            elif row.problem and not (self.strict or is_root):
                 self.not_judged.append(f"{row.label}: {row.problem}")
             else:
                 self.rows.append((key, row))
@@ -299,16 +307,28 @@ class RowMaker:
             if begins in inside[makers[0]]:
                 return at, f"as errors of its layers add up, from {begins.name} on"
             return at, tree.place(makers[0], self.inputs_differ, judged)
-        if begins is not None and Call("") in judged:
-            # only rounding that adds up inside the model, whose own output agrees
-            differ = [i for i in differ if self.rows[i][1].what != "output"]
+        given = [r for _, r in self.rows if r.what == "output" and r.name == r.path]  # by the model
+        if given and not (self.has_file or any(r.differs for r in given)):
+            # The model's own output agrees. Either rounding adds up inside the model, or the layers
+            # that differ have other inputs, and nothing that is computed from them differs.
+            if begins is None:
+                self._leave_out(None)
+            differ = [i for i, (_, r) in enumerate(self.rows) if r.differs and r.what != "output"]
         return (differ[0], self._where(differ[0])) if differ else (None, "")
 
-    def _leave_out(self, calls: Collection[Call]) -> None:
-        """Move the outputs of `calls` that differ to `not_judged`, because they have no effect."""
-        rows, self.rows = self.rows, []
+    def _leave_out(self, calls: Collection[Call] | None) -> None:
+        """Move the outputs of `calls` that differ to `not_judged`, because they have no effect.
+
+        If `calls` is None, all outputs that differ, and their gradients.
+        """
+        rows, self.rows, left = self.rows, [], set[tuple[str, int]]()
         for key, row in rows:
-            if row.differs and key is not None and key.what == "output" and key.call in calls:
+            if row.what == "output":
+                meant = calls is None or (key is not None and key.call in calls)
+            else:
+                meant = calls is None and row.what == "grad" and (row.name, row.call) in left
+            if meant and row.differs:
+                left.add((row.name, row.call))
                 why = row.problem or "another value in the second"
                 self.not_judged.append(f"{row.label}: {why}, and what comes of it is the same")
             else:

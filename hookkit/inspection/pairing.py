@@ -27,6 +27,9 @@ Signature = tuple[int, int]
 _NOTHING: Signature = (0, 0)  # of no values, and of zeros
 _WILDCARD = re.compile(r"\*+|\?|\[!?[^]]+\]")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a name
+_NEAR = 8  # layers of one module, among which some may be parts of a fused layer
+Units = list[tuple[str, ...]]  # names of modules, several together if one weight fuses theirs
+_KeyOf = Callable[["_Modules", str], Any]
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -159,6 +162,9 @@ def pair_modules(first: Side, second: Side, names: Names) -> list[Pair]:
     `names` comes first. If every other layer with parameters then has a namesake, equal names
     decide. If not, a name may mean another layer, so equal weights come before names. Then follow
     layers of the same size in the same place, in the order of execution, and modules around pairs.
+
+    Copies of a block have equal weights. If one side has fewer of them, as one was loaded wrongly,
+    the pair around them, the pair before them and their place decide which belong together.
     """
     # weights of two precisions are compared in the lower one
     kinds = {float_dtype(s.modules[""]) for s in (first, second) if "" in s.modules} - {None}
@@ -170,14 +176,16 @@ def pair_modules(first: Side, second: Side, names: Names) -> list[Pair]:
         a.pairs |= dict.fromkeys(xs, pair)
         b.pairs |= dict.fromkeys(ys, pair)
 
-    def match(how: str, key: Callable[[_Modules, str], Any], as_many: bool = True) -> None:
-        """Pair modules of equal key in the order of their first call, if there are `as_many`."""
-        mine, theirs = a.groups(key), b.groups(key)
-        for k, xs in mine.items():
-            ys = theirs.get(k, [])
-            if len(xs) == len(ys) or not as_many:
-                for x, y in zip(xs, ys, strict=False):
-                    put((x,), (y,), how)
+    def match(how: str, key: _KeyOf, xs: Units | None = None, ys: Units | None = None) -> None:
+        """Pair those of equal key in the order of their first call, if both sides have as many.
+
+        `xs` and `ys` are names, several for a fused layer; by default each unpaired module.
+        """
+        mine, theirs = a.groups(key, xs), b.groups(key, ys)
+        for k, found in mine.items():
+            if len(found) == len(others := theirs.get(k, [])):
+                for x, y in zip(found, others, strict=True):
+                    put(x, y, how)
 
     for pair in (pair for name in a.ran if (pair := names.pair(name)).how == "names="):
         if {*pair.a} <= {*a.unpaired()} and {*pair.b} <= {*b.unpaired()}:
@@ -188,10 +196,23 @@ def pair_modules(first: Side, second: Side, names: Names) -> list[Pair]:
         return list(dict.fromkeys(a.pairs.values()))
     if "" not in {**a.pairs, **b.pairs}:
         put(("",), ("",), "name")
-    match("weights", lambda m, n: m.weights(n, m.rank(n)), as_many=False)
-    match("weights", lambda m, n: m.weights(n), as_many=False)
-    for x, y in chain(_fused(a, b), ((x, y) for y, x in _fused(b, a))):
-        put(x, y, "weights")
+    match("weights", lambda m, n: m.weights(n, m.rank(n)))
+    match("weights", lambda m, n: m.weights(n))
+    fused = [*_fused(a, b), *((xs, ys) for ys, xs in _fused(b, a))]
+    ties: list[_KeyOf] = [
+        lambda m, n: (True,),
+        lambda m, n: (m.pair_around(n),),
+        lambda m, n: (m.pair_around(n), m.pair_before(n)),
+        lambda m, n: m.place(n),
+    ]
+    for tie in ties:
+
+        def equal(m: _Modules, n: str, tie: _KeyOf = tie) -> Any:
+            return m.weights(n, m.rank(n), tie(m, n))
+
+        match("weights", equal)
+        for xs, ys in fused:
+            match("weights", tie, xs, ys)
     match("name", lambda m, n: (n, m.side.types[n]))
     match("name", lambda m, n: m.sizes(n) and (n, m.sizes(n)))
     for _ in range(2):
@@ -221,17 +242,21 @@ class _Modules:
         ids = {id(m) for m in self._modules.values()}
         self.params = {n: [p for _, p in own_params(m, ids)] for n, m in self._modules.items()}
         self._dtype, self._signatures = dtype, dict[int | str, Signature]()
+        self._kinds = dict[str, tuple[int, int, bool]]()
 
     def unpaired(self) -> list[str]:
         """Return the names of the modules that are in no pair."""
         return [n for n in self.ran if n not in self.pairs]
 
-    def groups(self, key: Callable[[_Modules, str], Any]) -> dict[Any, list[str]]:
-        """Return the unpaired names, grouped by `key`; names whose key is false are left out."""
-        made = dict[Any, list[str]]()
-        for n in self.unpaired():
-            if k := key(self, n):
-                made.setdefault(k, []).append(n)
+    def groups(self, key: _KeyOf, units: Units | None = None) -> dict[Any, Units]:
+        """Return the unpaired of `units`, or of all modules, grouped by `key` of the first name.
+
+        Those whose key is false are left out.
+        """
+        made = dict[Any, Units]()
+        for unit in [(n,) for n in self.unpaired()] if units is None else units:
+            if self.pairs.keys().isdisjoint(unit) and (k := key(self, unit[0])):
+                made.setdefault(k, []).append(unit)
         return made
 
     def signature(self, n: str) -> Signature:
@@ -284,24 +309,46 @@ class _Modules:
         earlier = self.ran[: self.ran.index(n)]
         return next((self.pairs[m] for m in reversed(earlier) if m in self.pairs), None)
 
+    def place(self, n: str) -> tuple[int, int]:
+        """Return the number of a module among the unpaired ones of its size, and how many are."""
+        unpaired = self.unpaired()
+        for m in unpaired:
+            if m not in self._kinds:
+                size = sum(p.numel() for p in self._modules[m].parameters())
+                self._kinds[m] = size, self.n_outputs(m), m in self.holders
+        alike = [m for m in unpaired if self._kinds[m] == self._kinds[n]]
+        return alike.index(n), len(alike)
+
     def pairs_inside(self, n: str) -> frozenset[Pair]:
         """Return the pairs of the layers inside a module."""
         layers = ((m, pair) for m, pair in self.pairs.items() if m not in self.holders)
         return frozenset(pair for m, pair in layers if n in self.around[m])
 
 
-def _fused(one: _Modules, other: _Modules) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield a layer of `one`, as (name,), with the layers of `other` that it fuses."""
+def _fused(one: _Modules, other: _Modules) -> list[tuple[Units, Units]]:
+    """Return layers of `one` that have equal weights, with the layers of `other` that they fuse."""
+    layers = one.groups(lambda m, n: n not in m.holders and m.weights(n))
     parts = other.groups(lambda m, n: m.weights(n) and n not in m.holders and (*m.around[n][:1],))
-    tuples = [c for names in parts.values() for k in (2, 3, 4) for c in combinations(names, k)]
-    sums = {
-        (_sum(map(other.signature, names)), sum(map(other.n_outputs, names))): names
-        for names in tuples
-    }
-    for n in [n for n in one.unpaired() if n not in one.holders]:
-        names = sums.get((one.signature(n), one.n_outputs(n)), ())
-        if names and not {*names} & {*other.pairs}:
-            yield (n,), names
+    found = dict[Any, Units]()
+    for units in parts.values():
+        for names in _nearby([n for (n,) in units]):
+            weights = (_sum(map(other.signature, names)), sum(map(other.n_outputs, names)))
+            if weights in layers:
+                known = found.setdefault(weights, [])
+                if {*names}.isdisjoint(chain(*known)):
+                    known.append(names)
+    return [(layers[weights], tuples) for weights, tuples in found.items()]
+
+
+def _nearby(names: list[str]) -> Iterator[tuple[str, ...]]:
+    """Yield two to four of `names` that are close together, as parts of one layer are called.
+
+    All combinations of the layers of a long `nn.Sequential` would take hours.
+    """
+    for i, name in enumerate(names):
+        for n_more in (1, 2, 3):
+            for more in combinations(names[i + 1 : i + _NEAR], n_more):
+                yield name, *more
 
 
 # -- weights --------------------------------------------------------------------------------------
