@@ -600,6 +600,17 @@ def test_equal_layers_without_a_pair_around_them_are_paired_by_their_place() -> 
     assert found.first.name == "1"
 
 
+def test_fewer_copies_of_a_layer_are_paired_from_the_first() -> None:
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(4)))
+    port = nn.Sequential(nn.Sequential(*(copy.deepcopy(layer) for _ in range(3))))
+
+    found = compare_models(model, port, X)
+
+    assert found.names == {"0": "0.0", "1": "0.1", "2": "0.2"}
+    assert found.first.name == ""
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("wrong", [None, 0, 1, 2])
 def test_equal_blocks_with_a_fused_layer_are_paired_in_order(

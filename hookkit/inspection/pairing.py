@@ -176,15 +176,22 @@ def pair_modules(first: Side, second: Side, names: Names) -> list[Pair]:
         a.pairs |= dict.fromkeys(xs, pair)
         b.pairs |= dict.fromkeys(ys, pair)
 
-    def match(how: str, key: _KeyOf, xs: Units | None = None, ys: Units | None = None) -> None:
-        """Pair those of equal key in the order of their first call, if both sides have as many.
+    def match(
+        how: str,
+        key: _KeyOf,
+        xs: Units | None = None,
+        ys: Units | None = None,
+        as_many: bool = True,
+    ) -> None:
+        """Pair those of equal key in the order of their first call, if there are `as_many`.
 
         `xs` and `ys` are names, several for a fused layer; by default each unpaired module.
         """
         mine, theirs = a.groups(key, xs), b.groups(key, ys)
         for k, found in mine.items():
-            if len(found) == len(others := theirs.get(k, [])):
-                for x, y in zip(found, others, strict=True):
+            others = theirs.get(k, [])
+            if len(found) == len(others) or not as_many:
+                for x, y in zip(found, others, strict=False):
                     put(x, y, how)
 
     for pair in (pair for name in a.ran if (pair := names.pair(name)).how == "names="):
@@ -220,6 +227,10 @@ def pair_modules(first: Side, second: Side, names: Names) -> list[Pair]:
         match("order", lambda m, n: m.sizes(n) and (m.sizes(n), m.pair_around(n), m.pair_before(n)))
         match("around", lambda m, n: m.pairs_inside(n))
         match("order", lambda m, n: m.size_in_pair(n))
+        # nothing tells apart the rest of equal weights: one side has fewer copies, from the first
+        match("weights", lambda m, n: m.weights(n), as_many=False)
+        for xs, ys in fused:
+            match("weights", lambda m, n: True, xs, ys, as_many=False)
     return list(dict.fromkeys(a.pairs.values()))
 
 
