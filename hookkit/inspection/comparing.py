@@ -47,7 +47,9 @@ def compare_models(
 
     Modules are paired by name if every layer with parameters has a namesake. Otherwise they are
     paired by equal weights, also transposed, permuted, split or fused ones; then by name, by size
-    in the order of execution, and by the pairs inside. A port's outputs may have another layout:
+    in the order of execution, and by the pairs inside. Copies with equal weights are paired in the
+    order in which they run. If the two sides call a module different numbers of times, such as an
+    LSTM and its cell, outputs that differ are not judged. A port's outputs may have another layout:
     channels last, or heads, batch and positions in one axis.
 
     Args:
