@@ -329,6 +329,39 @@ def test_a_fault_is_found_beside_steps_made_of_rounding(tmp_path: Path) -> None:
     )
 
 
+def _with_fused_bias(path: Path, seed: int, at: int = 99, forgets: bool = False) -> Path:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True), nn.Linear(8, 2))
+    opt, noise = torch.optim.AdamW(net.parameters(), 0.01), torch.Generator().manual_seed(seed)
+    bias = net[0].self_attn.in_proj_bias
+    with watch(net, opt, Fingerprint(path)):
+        for step in range(8):
+            x = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(step))
+            net(x).pow(2).mean().backward()
+            bias.grad[8:16] = 1e-7 * torch.randn(8, generator=noise)
+            if step == at and forgets:
+                opt.state.clear()
+            elif step == at:
+                net[1].weight.grad.mul_(1.1)
+            opt.step()
+            opt.zero_grad()
+    return path
+
+
+def test_rounding_in_a_part_of_a_gradient_hides_no_fault(tmp_path: Path) -> None:
+    a = _with_fused_bias(tmp_path / "a", 1)
+    twin = compare_runs(a, _with_fused_bias(tmp_path / "b", 2), rtol=1e-3)
+    grad = compare_runs(a, _with_fused_bias(tmp_path / "c", 2, at=4), rtol=1e-3).first
+    state = compare_runs(a, _with_fused_bias(tmp_path / "d", 2, 4, forgets=True), rtol=1e-3).first
+
+    assert twin.first is None
+    assert "weight 0.self_attn.in_proj_bias" in twin.not_judged[0]
+    assert grad is not None
+    assert (grad.step, grad.what, grad.name) == (4, "param_grad", "1.weight")
+    assert state is not None
+    assert (state.step, state.what) == (4, "weight")
+
+
 def _in_mode(path: Path, training: bool, factor: float = 1.0) -> Path:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).train(training)

@@ -26,6 +26,7 @@ from hookkit.inspection.run_file import Key, RunStep, Seen, read_run
 _ORDER = {"before": 0, "batches": 2, "param_grad": 3, "setting": 4, "weight": 5, "buffer": 6}
 _BATCH = 1
 _COMPUTED = ("input", "output", "loss", "grad", "param_grad")  # by modules
+_ROUNDING = "depends on a gradient that may be rounding, of which Adam makes whole steps"
 _EXPLAINS = ("random", "scale")  # these rows may explain a difference, but are none themselves
 
 Steps = Mapping[int, RunStep]
@@ -227,7 +228,10 @@ class _Steps:
         self.x, self.y, self._number, self._rtol, self._notes = x, y, number, rtol, notes
         self._sizes = _sizes(x)
         noisy.update(self._noise())
-        self._noisy, layers = noisy, {name.rpartition(".")[0] for name in noisy}
+        self._noisy = noisy
+        inner = {k.name.rpartition(".")[0] for k in x.seen if k.what == "weight"}
+        layers = {name.rpartition(".")[0] for name in noisy}
+        layers = {m for m in layers if not any(i != m and _is_in(i, m) for i in inner)}
         moved = {r.hash for k, r in x.seen.items() if k.what == "output" and k.name in layers}
         self._moved = moved - {None}
         self.fed = {k.name for k, r in x.seen.items() if k.what == "input" and r.hash in moved}
@@ -251,6 +255,12 @@ class _Steps:
             rows.append(self._setting("batches", "of the step", n, m))
         rows += [self._setting("setting", name, p, q) for name, (p, q) in settings.items()]
         self.rows = [row for row in rows if row is not None]
+        weights = [r for r in self.rows if r.what == "weight" and r.differs]
+        if rtol and all(self._may_be_rounding(r.name) for r in weights):
+            noisy.update(r.name for r in weights)
+            for r in weights:
+                self._note(_ROUNDING, r.label)
+                self.rows.remove(r)
         self.rows.sort(key=lambda r: _ORDER.get(r.what, _BATCH))
         self.first = self._first()
 
@@ -272,6 +282,24 @@ class _Steps:
                 if r.hash != q.hash and beside <= self._rtol < own:
                     found.add(key.name)
         return found
+
+    def _may_be_rounding(self, name: str) -> bool:
+        """Return whether Adam may have moved a vector apart by rounding in a part of its gradient.
+
+        The bias of queries, keys and values may be one parameter, of which a third is the keys'.
+        Adam moves a value by about the learning rate, so two runs part by twice that in a step;
+        four times, because the distances are estimates.
+        """
+        keys = [Key(what, 0, name, 0, "") for what in ("before", "weight", "param_grad")]
+        if not all(key in self.x.seen and key in self.y.seen for key in keys):
+            return False
+        before, weight, grad = ((self.x.seen[key], self.y.seen[key]) for key in keys)
+        settings = self.x.settings.items()
+        rates = [v for k, v in settings if k.startswith("lr of") and isinstance(v, int | float)]
+        if len(weight[0].shape) != 1 or grad[0].hash == grad[1].hash or not rates:
+            return False
+        most = 4 * max(rates) * math.sqrt(weight[0].shape[0])
+        return _gap(*weight) - _gap(*before) <= most
 
     def _is_noise(self, key: Key, r: Seen) -> bool:
         """Return whether a row that differs may do so by a weight in `noisy` alone."""
@@ -323,8 +351,7 @@ class _Steps:
             self._note("norms that are not finite", row().label)
         differs = (error > self._rtol or not self._rtol) and key.what not in _EXPLAINS
         if differs and self._rtol and self._is_noise(key, r):
-            why = "depends on a gradient that may be rounding, of which Adam makes whole steps"
-            self._note(why, row().label)
+            self._note(_ROUNDING, row().label)
             return None
         return row(error, differs, problem)
 
@@ -345,6 +372,10 @@ class _Steps:
         """Return the calls of a batch in which a row of the kind `what` differs."""
         mine = (r for r in self.rows if r.differs and (r.what, r.batch) == (what, batch))
         return {Call(r.name, r.call) for r in mine}
+
+
+def _is_in(name: str, outer: str) -> bool:
+    return not outer or name.startswith(f"{outer}.")
 
 
 def _unseen(x: RunStep, y: RunStep) -> list[str]:
@@ -388,9 +419,14 @@ def _rel_error(r: Seen, q: Seen, size: float) -> float:
         return math.inf if np.isfinite(p).all() != np.isfinite(q_).all() else math.nan
     if not p.any() and not q_.any():  # integers have no projections
         return 0.0 if "float" in r.dtype else math.inf
-    gap = max(math.sqrt(((p[1:] - q_[1:]) ** 2).mean()), abs(float(p[0] - q_[0])))
     least = max(float(p[0]), size * math.sqrt(math.prod(r.shape)))
-    return gap / least if least else math.inf
+    return _gap(r, q) / least if least else math.inf
+
+
+def _gap(r: Seen, q: Seen) -> float:
+    """Return an estimate of `|a − b|`."""
+    p, q_ = r.numbers, q.numbers
+    return max(math.sqrt(((p[1:] - q_[1:]) ** 2).mean()), abs(float(p[0] - q_[0])))
 
 
 def _verdict(pair: _Steps, first: RunRow, previous: int | None) -> str:
@@ -467,8 +503,9 @@ def _of_input(pair: _Steps, first: RunRow, layer: str) -> str:
     tree = pair.x.layout.trees[first.batch]
     root = next(call for call in tree.begun if tree.parent[call] is None)
     if Call(first.name, first.call) != root:
+        before = "judged" if pair.fed else "computed"
         return (
-            f"the input {first.path} of {layer} differs, and what was computed before does not: "
+            f"the input {first.path} of {layer} differs, and what was {before} before does not: "
             "what runs between the layers, or outside of them"
         )
 
