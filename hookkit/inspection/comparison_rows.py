@@ -319,14 +319,16 @@ class RowMaker:
     def _leave_out(self, calls: Collection[Call] | None) -> None:
         """Move the outputs of `calls` that differ to `not_judged`, because they have no effect.
 
-        If `calls` is None, all outputs that differ, and their gradients.
+        If `calls` is None, all outputs that differ. Their gradients are moved too: all of them if
+        `calls` is None, otherwise those that cannot be compared.
         """
         rows, self.rows, left = self.rows, [], set[tuple[str, int]]()
         for key, row in rows:
             if row.what == "output":
                 meant = calls is None or (key is not None and key.call in calls)
             else:
-                meant = calls is None and row.what == "grad" and (row.name, row.call) in left
+                meant = row.what == "grad" and (row.name, row.call) in left
+                meant = meant and (calls is None or bool(row.problem))
             if meant and row.differs:
                 left.add((row.name, row.call))
                 why = row.problem or "another value in the second"
