@@ -1,5 +1,6 @@
 """Two models side by side: where they begin to differ, and that nothing of theirs is changed."""
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -1044,3 +1045,37 @@ def test_text_and_frame_show_the_first_difference() -> None:
     frame = comparison.to_df()
     assert isinstance(frame, pd.DataFrame)
     assert list(frame["name"]) == [r.name for r in comparison]
+
+
+def test_a_layer_whose_first_call_raised_is_paired_by_what_it_returned_later():
+    class Retried(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.tried = nn.Linear(4, 4), False
+
+        def forward(self, x):
+            if not self.tried:
+                self.tried = True
+                raise ValueError
+            return self.fc(x)
+
+    class Net(nn.Module):
+        def __init__(self, name):
+            super().__init__()
+            self.name, self.head = name, nn.Linear(4, 2)
+            setattr(self, name, Retried())
+
+        def forward(self, x):
+            layer = getattr(self, self.name)
+            with contextlib.suppress(ValueError):
+                layer(x)
+            return self.head(layer(x))
+
+    a, b = Net("u"), Net("v")
+    b.v.load_state_dict(a.u.state_dict())
+    b.head.load_state_dict(a.head.state_dict())
+
+    found = compare_models(a, b, torch.randn(2, 4))
+
+    assert found.first is None
+    assert found.names == {"u": "v"}

@@ -21,7 +21,7 @@ from hookkit._core.pytree import Parts
 from hookkit.errors import OptionError
 from hookkit.inspection.differences import dense
 from hookkit.inspection.first_difference import Call
-from hookkit.inspection.sides import WHO, Key, Side, float_dtype, own_params
+from hookkit.inspection.sides import WHO, Side, float_dtype, own_params
 
 Signature = tuple[int, int]
 _NOTHING: Signature = (0, 0)  # of no values, and of zeros
@@ -249,6 +249,9 @@ class _Modules:
         self.side, self.ran, self.pairs = side, side.ran(), dict[str, Pair]()
         self.around = {n: [c.name for c in side.tree.around(Call(n))] for n in self.ran}
         self.holders = {*chain(*self.around.values())}
+        # of the first call that returned; a call that raised may come before it
+        returned = reversed([k for k in side.values if k.what == "output"])
+        self._outputs = {key.call.name: side.values[key] for key in returned}
         self._modules = {n: side.modules[n] for n in self.ran if n in side.modules}
         ids = {id(m) for m in self._modules.values()}
         self.params = {n: [p for _, p in own_params(m, ids)] for n, m in self._modules.items()}
@@ -296,8 +299,7 @@ class _Modules:
 
     def n_outputs(self, n: str) -> int:
         """Return the number of elements in the first tensor that a module returned."""
-        parts = self.side.values[Key("output", Call(n))]
-        return next((t.numel() for _, t in parts if isinstance(t, Tensor)), 0)
+        return next((t.numel() for _, t in self._outputs[n] if isinstance(t, Tensor)), 0)
 
     def sizes(self, n: str) -> tuple[int, ...]:
         """Return the sizes of a layer's matrices (or vectors if it has none) that are not zero."""
