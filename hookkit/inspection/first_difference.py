@@ -193,7 +193,7 @@ class Localisation:
 
     @property
     def first(self) -> Any:
-        """Return the row that answers: which layer, what differs, by how much."""
+        """Return the row that answers, with the layer, what differs and by how much."""
         raise NotImplementedError
 
     @property

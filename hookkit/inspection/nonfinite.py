@@ -90,7 +90,7 @@ class NonFiniteCall:
 
     @property
     def label(self) -> str:
-        """Return the function, its line and its module: `sqrt (net.py:41) in blocks.1 (Block)`."""
+        """Return function, line and module, such as `sqrt (net.py:41) in blocks.1 (Block)`."""
         at = f" ({Path(self.file).name}:{self.line})" if self.file else ""
         where = f" in {self.name or 'the model'} ({self.type})" if self.type else ""
         return escape_controls("backward of " * self.backward + self.function + at + where)

@@ -374,7 +374,7 @@ class Run(PlainValue, Reportable):
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """Return the Records that are not None: activations, gradients, params, in this order."""
+        """Return activations, gradients and params, in this order, without those that are None."""
         return tuple(r for r in (self.activations, self.gradients, self.params) if r is not None)
 
     @property

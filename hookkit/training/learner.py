@@ -548,7 +548,7 @@ class Learner(Loop, Reportable):
 
     @property
     def device(self) -> torch.device | None:
-        """Return the device of batches: the DataLoaders', or that of the first parameter."""
+        """Return the device of batches, the DataLoaders' or that of the first parameter."""
         device = getattr(self.dls, "device", None)
         first = next(self.model.parameters(), None)
         return device if device is not None or first is None else first.device
@@ -759,7 +759,7 @@ class Learner(Loop, Reportable):
 
     @property
     def smooth_loss(self) -> float | None:
-        """Return the Recorder's smoothed training loss. Sync: one."""
+        """Return the Recorder's smoothed training loss, which waits for the device once."""
         return getattr(self.cbs_by_name.get("recorder"), "smooth_loss", None)
 
     def show_training_loop(self) -> PrettyString:

@@ -244,7 +244,7 @@ class Watcher(Reportable):
 
     @property
     def losses(self) -> Floats:
-        """Return (n_steps,) float64: the training loss of each step, NaN if it is unknown."""
+        """Return (n_steps,) float64, the training loss of each step, NaN if it is unknown."""
         loop = self._checked_loop
         return loop.losses.by_step(loop.n_steps)[loop.first_step :]
 
