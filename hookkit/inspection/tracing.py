@@ -38,6 +38,8 @@ T = TypeVar("T")
 # runs on fake tensors.
 MAX_MACS = 2 * 10**10
 
+_FROZEN = gc.get_freeze_count()  # Python 3.12 begins with some objects of its own
+
 _LEFT = (
     "{0} ran on fake tensors, which have no values, since its real run was stopped as too long, "
     "and its forward has stored some outside of its modules, in: {1}. Calls that read them will "
@@ -223,7 +225,7 @@ def _holders(mode: Any) -> list[Any]:
         for x in gc.get_objects()
         if issubclass(type(x), Tensor) and getattr(x, "fake_mode", None) is mode
     )
-    if not fakes or gc.get_freeze_count():
+    if not fakes or gc.get_freeze_count() > _FROZEN:
         return [*fakes]
     found = gc.get_referrers(*fakes)  # `fakes` itself is among them from Python 3.12 on
     return [x for x in found if x is not fakes and type(x) not in (FrameType, Saved)]
