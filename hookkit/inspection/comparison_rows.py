@@ -305,7 +305,8 @@ class RowMaker:
         if makers:
             at = next(i for i in differ if self.rows[i][0] == Key("output", makers[0]))
             if begins in inside[makers[0]]:
-                return at, f"as errors of its layers add up, from {begins.name} on"
+                add_up = f"as errors of its layers add up, from {begins.name} on"
+                return at, f"{add_up} (in float64 rounding vanishes)"
             return at, tree.place(makers[0], self.inputs_differ, judged)
         given = [r for _, r in self.rows if r.what == "output" and r.name == r.path]  # by the model
         if given and not (self.has_file or any(r.differs for r in given)):
