@@ -116,7 +116,7 @@ class Diagnosis(Sequence[Finding]):
 
     @property
     def first(self) -> Finding | None:
-        """Return the first finding, the cause of the others; None if there is none."""
+        """Return the first finding, an alarm if there is one; None without findings."""
         return next(iter(self.findings), None)
 
     @property
