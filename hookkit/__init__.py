@@ -43,6 +43,7 @@ hookkit.fastai has fastai's names, hookkit.errors the errors, hookkit.testing sm
 # `__all__`: `help(hookkit)` would print all of it, and it is to stop after the map.
 
 from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
 from types import ModuleType as _ModuleType
 
 from ._core import __version__ as __version__
@@ -210,7 +211,9 @@ _MODULES = ["bridges", "callbacks", "edits", "errors", "fastai", "plotting", "re
 
 def __dir__() -> list[str]:
     """Return what completion offers: the names of the map, and the modules that have the others."""
-    return sorted([*_NAMES, *_MODULES, "__version__"])
+    # help() loads each of these, and plotting cannot be loaded without matplotlib
+    there = [m for m in _MODULES if m != "plotting" or _find_spec("matplotlib")]
+    return sorted([*_NAMES, *there, "__version__"])
 
 
 def __getattr__(name: str) -> _ModuleType:

@@ -55,6 +55,7 @@ def test_a_histogram_is_bins_by_records(recorded: Any) -> None:
 
 
 def test_what_was_not_recorded_raises_with_the_option_that_records_it(recorded: Any) -> None:
+    pytest.importorskip("matplotlib")
     grads = recorded.gradient_stats
 
     for read in (grads.hist, grads.color_dim):
